@@ -20,7 +20,7 @@ from pathlib import Path
 
 from same_run import differences
 
-PREPARE = "prepare"  # zpp_lab.study.run.plan's; this file needs no package
+PREPARE = "prepare"  # zpp_lab.config.study's; this file needs no package
 
 
 def main() -> int:

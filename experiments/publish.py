@@ -44,15 +44,8 @@ from zpp_lab.study.report.appendix import facts
 from zpp_lab.study.report.export import export
 from zpp_lab.study.report.render import markdown_table
 from zpp_lab.study.report.report import build_report
-from zpp_lab.study.report.table import (
-    BAND_COLUMN,
-    NOTHING,
-    band_cell,
-    gap_text,
-    number,
-    percent,
-    perplexity,
-)
+from zpp_lab.study.report.table import BAND_COLUMN, band_cell, perplexity
+from zpp_lab.study.words import NOTHING, gap_text, number, percent
 
 COLUMNS = (
     "Arm",

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 
 from zpp_lab.study.report.render import markdown_table
-from zpp_lab.study.report.table import NOTHING
+from zpp_lab.study.words import NOTHING
 
 Gaps = dict[str, list[tuple[int, float]]]  # of an arm, each with its step
 

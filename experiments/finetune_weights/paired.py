@@ -25,7 +25,7 @@ from compare import BASELINE, CLASSES, WIRES, Study, signed, spread
 
 from zpp_lab.study.judge.stats import p_values
 from zpp_lab.study.report.render import markdown_table
-from zpp_lab.study.report.table import NOTHING
+from zpp_lab.study.words import NOTHING
 
 CONTROLS = (BASELINE, "zero3_reordered", "broken")
 Rounded = dict[str, dict[str, float]]  # the baseline's gap by arm and seed, once it is rounded

@@ -20,7 +20,7 @@ from typing import Any
 
 from zpp_lab.study.judge.stats import t_interval
 from zpp_lab.study.report.render import markdown_table
-from zpp_lab.study.report.table import NOTHING
+from zpp_lab.study.words import NOTHING
 
 BASELINE = "zero3"
 WIRES = {"weights": "weights_forward", "gradients": "grads_intra"}

@@ -26,7 +26,7 @@ from zpp_lab.runs.reader import read_metrics
 from zpp_lab.study.judge.stats import ratio_interval, t_interval
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult, read_result
 from zpp_lab.study.report.render import markdown_table
-from zpp_lab.study.report.table import NOTHING, gap_text, signed
+from zpp_lab.study.words import NOTHING, gap_text, signed
 
 VOCABULARY = 4096  # of the study's tokenizer: the text need not be there
 GONE = ("mask_ef", "tagc")  # their codecs are not in zpp_lab any more

@@ -17,12 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.engines.fsdp_parity import CASES
 from zpp_lab.collectives.peer.choose import Choice, connect, gather_mode
+from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.load import load
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.schema import ClusterConfig, Config
-from zpp_lab.engines.build import build_plan, recipe_of
+from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.fsdp.engine import FsdpEngine
 from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.models import build_model
@@ -150,7 +151,7 @@ def applies(case: str, cluster: ClusterConfig) -> bool:
     """Whether the cluster has every wire that the case asks for, in each of its phases."""
     try:
         for phase in configured(case, cluster).phases:
-            recipe_of(phase.config)
+            Recipe.of(phase.config)
     except ValueError:
         return False
     return True

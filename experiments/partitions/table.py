@@ -19,7 +19,7 @@ from zpp_lab.models import build_model
 from zpp_lab.runs.reader import read_metrics
 from zpp_lab.study.judge.verdict import ArmResult, read_result
 from zpp_lab.study.report.render import markdown_table
-from zpp_lab.study.report.table import gap_text
+from zpp_lab.study.words import gap_text
 from zpp_lab.train.memory.buffers import GIB
 from zpp_lab.train.memory.estimate import estimate
 

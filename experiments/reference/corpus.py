@@ -298,7 +298,7 @@ def quarter(text: Text) -> int:
     """Copy into FOLDER_quarter five of each 19 training files, and the held-out files, which stay
     held out with data.heldout_every=6."""
     from zpp_lab.config.data import DataConfig
-    from zpp_lab.data.corpus import open_corpus
+    from zpp_lab.data.prepare import open_corpus
 
     assert text.heldout_every == 20
     to = text.folder.with_name(f"{text.folder.name}_quarter")
@@ -317,8 +317,7 @@ def quarter(text: Text) -> int:
 
 def tokenizer(text: Text) -> int:
     from zpp_lab.config.data import DataConfig
-    from zpp_lab.data.corpus import open_corpus
-    from zpp_lab.data.prepare import parts
+    from zpp_lab.data.prepare import open_corpus, parts
     from zpp_lab.data.tokenizer import BpeTokenizer
 
     cfg = DataConfig("text", path=str(text.folder), heldout_every=text.heldout_every)

@@ -52,8 +52,8 @@ from zpp_lab.study.judge.stats import ratio_interval, t_interval
 from zpp_lab.study.judge.verdict import StudyResult, read_result
 from zpp_lab.study.report.figures.draw import vegalite_version
 from zpp_lab.study.report.style import FONT
-from zpp_lab.study.report.table import signed
 from zpp_lab.study.run.plan import Planner
+from zpp_lab.study.words import signed
 from zpp_lab.tools.plan import law
 
 HERE = Path(__file__).parent

@@ -41,8 +41,8 @@ from zpp_lab.config.schema import ClusterConfig, Config
 from zpp_lab.files import write_atomic
 from zpp_lab.study.judge.stats import t_interval
 from zpp_lab.study.judge.verdict import StudyResult
-from zpp_lab.study.report.speed.results import BASE, Measured, read_speeds
-from zpp_lab.study.report.speed.speeds import speed_ups
+from zpp_lab.study.speed.results import BASE, Measured, read_speeds
+from zpp_lab.study.speed.speeds import speed_ups
 from zpp_lab.tools.plan.search.limits import Numbers
 
 BUDGETS = ("reference_10m", "reference_10m_12m", "reference_10m_200m")  # the first has the gaps

@@ -35,8 +35,8 @@ from zpp_lab.config.compose import compose
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, Config
 from zpp_lab.files import write_atomic
-from zpp_lab.study.report.speed.results import MAX, Measured, read_speeds
-from zpp_lab.study.report.speed.speeds import speed_ups
+from zpp_lab.study.speed.results import MAX, Measured, read_speeds
+from zpp_lab.study.speed.speeds import speed_ups
 from zpp_lab.tools.bench.step.arms import merged
 from zpp_lab.tools.bench.step.engines import vocabulary
 from zpp_lab.tools.plan.cost.machine import Machine, load_machine

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zpp_lab.files import write_atomic
-from zpp_lab.study.report.speed.results import BASE, MAX, Measured, Setting, read_speeds
-from zpp_lab.study.report.speed.speeds import twins, without_hsdp, without_twin
+from zpp_lab.study.speed.results import BASE, MAX, Measured, Setting, read_speeds
+from zpp_lab.study.speed.speeds import twins, without_hsdp, without_twin
 
 HERE = Path(__file__).parent
 TABLE, FIGURE, README = HERE / "headline.csv", HERE / "headline.svg", HERE.parents[1] / "README.md"

@@ -13,7 +13,7 @@ from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.virtual.engine import VirtualEngine
-from zpp_lab.study.report.speed.speeds import recipe_settings
+from zpp_lab.study.speed.speeds import recipe_settings
 
 Q8 = {"bits": 8, "block_size": 16}
 

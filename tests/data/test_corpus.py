@@ -6,13 +6,8 @@ from pathlib import Path
 import pytest
 
 from zpp_lab.config.data import DataConfig
-from zpp_lab.data.corpus import (
-    HubCorpus,
-    installation_corpus,
-    open_corpus,
-    stdlib_corpus,
-    text_corpus,
-)
+from zpp_lab.data.corpus import HubCorpus, installation_corpus, stdlib_corpus, text_corpus
+from zpp_lab.data.prepare import open_corpus
 
 
 def fill(folder: Path, files: dict[str, bytes]) -> Path:

@@ -14,8 +14,7 @@ import transformers
 from tests.small_runs import CORPUS, small
 from zpp_lab.config.data import DataConfig
 from zpp_lab.data import open_data
-from zpp_lab.data.corpus import open_corpus
-from zpp_lab.data.prepare import prepared
+from zpp_lab.data.prepare import open_corpus, prepared
 from zpp_lab.data.tokenizer import OutsideTokenizer
 from zpp_lab.models import build_model
 

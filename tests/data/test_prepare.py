@@ -11,7 +11,8 @@ import pytest
 from tests.engines.fsdp_world import forks
 from zpp_lab.config.data import DataConfig
 from zpp_lab.data import open_data, prepare
-from zpp_lab.data.corpus import FileCorpus, open_corpus
+from zpp_lab.data.corpus import FileCorpus
+from zpp_lab.data.prepare import open_corpus
 from zpp_lab.data.tokenizer import ByteTokenizer
 
 

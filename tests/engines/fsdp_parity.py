@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.engines.uneven import batch, build_uneven
+from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.collectives.transport import ProcessGroups
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.load import load
 from zpp_lab.config.recipe import POINTS, SHARDED, Parts
 from zpp_lab.config.schema import ClusterConfig, Config
-from zpp_lab.engines.build import build_plan, recipe_of
+from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.fsdp.engine import FsdpEngine
 from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.files import conf_dir
@@ -334,7 +335,7 @@ def lacks_a_wire(case: str, nodes: int, local: int) -> bool:
     """Whether a cluster has not every wire that the case asks for."""
     try:
         for phase in configured(case, nodes, local).phases:
-            recipe_of(phase.config)
+            Recipe.of(phase.config)
     except ValueError as error:
         if re.search("would (carry nothing|have no effect)|needs several nodes", str(error)):
             return True

@@ -9,7 +9,7 @@ import pytest
 
 from tests.experiments.scripts import loaded
 from tests.study.report.fake_speeds import TWINS, Arm, rows, write_speeds
-from zpp_lab.study.report.speed.results import Measured, read_speeds
+from zpp_lab.study.speed.results import Measured, read_speeds
 
 script = loaded("experiments/speed/headline.py")
 TWO_NODES = {(2, 2): ("12", "25", "max")}

@@ -14,7 +14,7 @@ from tests.experiments.scripts import loaded
 from tests.study.fake_runs import fake_study, write_study_runs
 from tests.study.report.fake_speeds import ARMS, Arm, rows, write_speeds
 from zpp_lab.study.judge.verdict import StudyResult, read_result
-from zpp_lab.study.report.speed.results import read_speeds
+from zpp_lab.study.speed.results import read_speeds
 
 script = loaded("experiments/reference/time_to_loss.py")
 Curve, to_make_up = script.Curve, script.to_make_up

@@ -13,7 +13,7 @@ from zpp_lab.config.parser import whole
 
 if TYPE_CHECKING:
     from zpp_lab.config.study import StudyConfig
-    from zpp_lab.study.report.speed.results import Predict
+    from zpp_lab.study.speed.results import Predict
 
 SPEED = "results.csv of `bench step` with speeds of the study's arms; a copy is kept in the study"
 MACHINE = "add predicted speeds: a file written by `bench calibrate`, or a name such as h200"
@@ -73,7 +73,7 @@ def add_results(add: Add) -> None:
 
 
 def _report(args: argparse.Namespace, _: list[str]) -> int:
-    from zpp_lab.study.report.speed.results import is_speed_table
+    from zpp_lab.study.speed.results import is_speed_table
 
     if is_speed_table(args.dir):
         if args.speed:

@@ -13,7 +13,8 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
-from zpp_lab.codecs import Codec, parameter_id
+from zpp_lab.codecs.base import Codec
+from zpp_lab.codecs.noise import parameter_id
 
 
 @dataclass(frozen=True)

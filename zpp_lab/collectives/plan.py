@@ -40,7 +40,7 @@ from zpp_lab.collectives.traffic import (
     secondary_traffic,
     update_traffic,
 )
-from zpp_lab.config.schema import USUAL_WIRES, Wire
+from zpp_lab.config.schema import USUAL_WIRES, Config, Wire
 
 Bytes = dict[Wire, Traffic]
 
@@ -416,6 +416,12 @@ def _check_bits(plan: Plan) -> None:
             f"model.lora.base_codec: bits are set, but all {len(base)} parameters of the base are "
             "exempt (model.lora.base_exempt); exempt fewer, or use lora=raw"
         )
+
+
+def plans_by_step(plan: Plan, config: Config) -> dict[int, Plan]:
+    """By the steps done when its phase begins each plan of a run that begins with `plan`."""
+    later = {p.first: plan.under(Recipe.of(p.config)) for p in config.phases[1:]}
+    return {0: plan, **later}
 
 
 def quantized_share(phases: Iterable[tuple[int, Plan]]) -> dict[Wire, float]:

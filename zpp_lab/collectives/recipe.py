@@ -22,7 +22,15 @@ from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.codecs.layout import Parameter
 from zpp_lab.config.codec import CodecConfig, ExemptConfig
 from zpp_lab.config.model import OUTER, LoraConfig
-from zpp_lab.config.schema import USUAL_WIRES, WIRES, ClusterConfig, RecipeConfig, RuleConfig, Wire
+from zpp_lab.config.schema import (
+    USUAL_WIRES,
+    WIRES,
+    ClusterConfig,
+    Config,
+    RecipeConfig,
+    RuleConfig,
+    Wire,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RAW = CodecConfig(codec="none")
@@ -37,6 +45,12 @@ class Recipe:
     weights_dtype: torch.dtype = torch.float32  # of raw weights on the wire
     grads_dtype: torch.dtype = torch.float32  # of raw gradients on the wire
     lora: LoraConfig = field(default_factory=LoraConfig)  # how a frozen base is stored
+
+    @classmethod
+    def of(cls, config: Config) -> Recipe:
+        """The recipe on the configured cluster, checked; ValueError names what does not fit."""
+        sent = DTYPES[config.train.param_dtype], DTYPES[config.train.reduce_dtype]
+        return cls(config.recipe, config.cluster, *sent, lora=config.model.lora)
 
     def __post_init__(self) -> None:
         for wire in self.config.wires:

@@ -16,7 +16,8 @@ Role = Literal[
     "baseline", "baseline_repeat", "arm", "negative_control", "order_control", "sham_control"
 ]
 CONTROLS: tuple[Role, ...] = ("negative_control", "order_control", "sham_control")
-NOT_RUNS = frozenset({"checkpoints", "wandb", "figures", "prepare"})  # folders beside runs
+PREPARE = "prepare"  # the folder of the runs that arms start from
+NOT_RUNS = frozenset({"checkpoints", "wandb", "figures", PREPARE})  # folders beside runs
 Level = str | int | float | bool | None  # of a factor
 
 

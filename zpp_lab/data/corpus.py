@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zpp_lab import files as hub
-from zpp_lab.config.data import DataConfig
 from zpp_lab.files import missing
 
 # The standard library's own tests and what is installed beside it are left out.
@@ -36,23 +35,6 @@ class Corpus(Protocol):
 
     def documents(self) -> Iterator[tuple[str, bytes]]:
         """(name, text), never empty, free of zero bytes. ValueError when one cannot be read."""
-
-
-def open_corpus(cfg: DataConfig) -> Corpus:
-    """The corpus that `cfg` names; ValueError when there is none or it is empty."""
-    if cfg.name == "stdlib":
-        return stdlib_corpus(cfg.max_bytes)
-    if cfg.name == "installation":
-        extra = Path(cfg.path) if cfg.path else None
-        return installation_corpus(extra, cfg.max_bytes, tuple(cfg.suffixes))
-    assert cfg.path is not None, "DataConfig asks for a path"
-    if cfg.name == "jsonl":
-        from zpp_lab.data.records import record_corpus  # reads files as they are listed here
-
-        return record_corpus(cfg)
-    if cfg.name == "text":
-        return text_corpus(Path(cfg.path), cfg.max_bytes)
-    return HubCorpus(cfg.path, cfg.subset, cfg.split, cfg.column, cfg.max_bytes)
 
 
 @dataclass(frozen=True)

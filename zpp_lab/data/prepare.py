@@ -25,8 +25,14 @@ from typing import Any, Literal, get_args
 from filelock import FileLock
 
 from zpp_lab.config.data import DataConfig
-from zpp_lab.data.corpus import Corpus
-from zpp_lab.data.records import RecordCorpus, TokenWriter, encode_records, write_file
+from zpp_lab.data.corpus import Corpus, HubCorpus, installation_corpus, stdlib_corpus, text_corpus
+from zpp_lab.data.records import (
+    RecordCorpus,
+    TokenWriter,
+    encode_records,
+    record_corpus,
+    write_file,
+)
 from zpp_lab.data.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
@@ -45,6 +51,21 @@ _FORMAT = 2  # raise it when the files change, so that older ones are made anew
 _CHUNK = 1 << 20
 _CHUNKS = 64
 _TOGETHER = 16 << 20  # bytes of text that are encoded at once
+
+
+def open_corpus(cfg: DataConfig) -> Corpus:
+    """The corpus that `cfg` names; ValueError when there is none or it is empty."""
+    if cfg.name == "stdlib":
+        return stdlib_corpus(cfg.max_bytes)
+    if cfg.name == "installation":
+        extra = Path(cfg.path) if cfg.path else None
+        return installation_corpus(extra, cfg.max_bytes, tuple(cfg.suffixes))
+    assert cfg.path is not None, "DataConfig asks for a path"
+    if cfg.name == "jsonl":
+        return record_corpus(cfg)
+    if cfg.name == "text":
+        return text_corpus(Path(cfg.path), cfg.max_bytes)
+    return HubCorpus(cfg.path, cfg.subset, cfg.split, cfg.column, cfg.max_bytes)
 
 
 def prepared(corpus: Corpus, cfg: DataConfig) -> tuple[Path, dict[str, Any]]:

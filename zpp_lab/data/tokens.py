@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from zpp_lab.config.data import DataConfig
-from zpp_lab.data.corpus import open_corpus
 from zpp_lab.data.packed import PackedData, pack
-from zpp_lab.data.prepare import SPLITS, Split, prepared
+from zpp_lab.data.prepare import SPLITS, Split, open_corpus, prepared
 from zpp_lab.data.tokenizer import token_dtype
 
 

@@ -78,17 +78,11 @@ def check_engine(config: Config) -> None:
     """ValueError where recipe and cluster do not go together, or the engine has no such recipe.
     Builds no model."""
     for phase in config.phases:
-        recipe_of(phase.config)
+        Recipe.of(phase.config)
     if config.engine.name == "deepspeed":
         from zpp_lab.engines.deepspeed.settings import deepspeed_settings
 
         deepspeed_settings(config)
-
-
-def recipe_of(config: Config) -> Recipe:
-    """The recipe on the configured cluster, checked; ValueError names what does not fit."""
-    sent = DTYPES[config.train.param_dtype], DTYPES[config.train.reduce_dtype]
-    return Recipe(config.recipe, config.cluster, *sent, lora=config.model.lora)
 
 
 def _model(config: Config, vocab_size: int, device: str) -> Any:
@@ -102,7 +96,7 @@ def _model(config: Config, vocab_size: int, device: str) -> Any:
 
 def build_plan(model: nn.Module, config: Config) -> Plan:
     """The recipe's data movement for this model on the configured cluster."""
-    train, recipe = config.train, recipe_of(config)
+    train, recipe = config.train, Recipe.of(config)
     return Plan.build(
         units_of(model, recipe.shards, config.engine.blocks_per_unit),
         recipe,
@@ -110,12 +104,6 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
         accumulate=train.accumulate,
         gather=config.engine.gather,
     )
-
-
-def plans_by_step(plan: Plan, config: Config) -> dict[int, Plan]:
-    """By the steps done when its phase begins each plan of a run that begins with `plan`."""
-    later = {p.first: plan.under(recipe_of(p.config)) for p in config.phases[1:]}
-    return {0: plan, **later}
 
 
 def units_of(model: nn.Module, shards: int, blocks_per_unit: int) -> list[Unit]:

@@ -2,7 +2,7 @@
 
 An **arm** is one recipe of a study, a **run** an arm with one seed, the **baseline** `zero3`.
 A **verdict** says where an arm's gap lies (`judge/claims.py`). `run/` starts runs, `judge/` makes
-verdicts, `report/` and `wandb_pages/` show them.
+verdicts, `report/` and `wandb_pages/` show them. `speed/` reads measured speeds.
 `run_study` and `build_report` are imported when they are first used: a run's process comes
 through here too, and needs neither statistics nor charts.
 """

@@ -16,8 +16,7 @@ import numpy as np
 from zpp_lab.config.data import DataConfig
 from zpp_lab.config.schema import Config
 from zpp_lab.data import PackedData, TokenData, open_data
-from zpp_lab.data.corpus import open_corpus
-from zpp_lab.data.prepare import open_tokenizer, parts
+from zpp_lab.data.prepare import open_corpus, open_tokenizer, parts
 from zpp_lab.tools.export.model import run_config
 from zpp_lab.train.resume import check_same_data
 

@@ -10,8 +10,8 @@ import pytest
 from tests.study.report.fake_speeds import ARMS, Arm, rows, write_speeds
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config
-from zpp_lab.study.report.speed.results import read_speeds
-from zpp_lab.study.report.speed.speeds import speed_ups
+from zpp_lab.study.speed.results import read_speeds
+from zpp_lab.study.speed.speeds import speed_ups
 from zpp_lab.tools.bench.step.arms import arms
 from zpp_lab.tools.bench.step.results import config_text
 from zpp_lab.tools.plan.cost import show

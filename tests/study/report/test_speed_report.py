@@ -22,8 +22,8 @@ from zpp_lab.study.judge.verdict import read_result
 from zpp_lab.study.report.contents import draw, find_out, study_document
 from zpp_lab.study.report.render import html
 from zpp_lab.study.report.report import Report, SpeedReport, build_report, build_speed_report
-from zpp_lab.study.report.speed.results import Measured, Predicted
-from zpp_lab.study.report.speed.speeds import COPY
+from zpp_lab.study.speed.results import Measured, Predicted
+from zpp_lab.study.speed.speeds import COPY
 
 FASTER = {"qsdp": 0.9, "zeropp": 0.6, "w4": 2.4}  # gigabytes a step of the study's arms
 LINKS = {(2, 2): ("12", "400"), (1, 4): ("max",)}

@@ -15,8 +15,8 @@ from zpp_lab.config.compose import compose
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.runs.reader import Run
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
-from zpp_lab.study.report.speed.results import read_speeds
-from zpp_lab.study.report.speed.speeds import BLOCK, match, recipe_settings
+from zpp_lab.study.speed.results import read_speeds
+from zpp_lab.study.speed.speeds import BLOCK, match, recipe_settings
 
 LINK = {(2, 2): ("25",)}
 

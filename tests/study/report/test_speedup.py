@@ -7,8 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.study.report.fake_speeds import TWINS, rows, write_speeds
-from zpp_lab.study.report.speed.results import BASE, Measured, Setting, read_speeds
-from zpp_lab.study.report.speed.speeds import (
+from zpp_lab.study.speed.results import BASE, Measured, Setting, read_speeds
+from zpp_lab.study.speed.speeds import (
     BreakEven,
     break_evens,
     speed_ups,

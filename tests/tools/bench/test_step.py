@@ -19,7 +19,7 @@ import pytest
 
 from tests.tools.links.shared import refusal
 from zpp_lab.config.schema import ClusterConfig
-from zpp_lab.study.report.speed.results import read_speeds
+from zpp_lab.study.speed.results import read_speeds
 from zpp_lab.tools.bench.step import run
 from zpp_lab.tools.bench.step.arms import COMPUTE, Arm, arms, compared, with_compute
 from zpp_lab.tools.bench.step.run import Pace, StepBench, main

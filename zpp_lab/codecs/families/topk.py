@@ -49,6 +49,7 @@ except ImportError:  # torch for CPUs comes without it
 
 from zpp_lab.codecs.base import CodecBase, RawCodec, SegmentNoise
 from zpp_lab.codecs.families.block import BlockCodec
+from zpp_lab.codecs.kernels.backend import triton_serves
 from zpp_lab.codecs.packing import pack, packed_bytes, unpack
 from zpp_lab.config.codec import BLOCK_SIZE, check_topk
 
@@ -135,8 +136,6 @@ class TopKCodec(CodecBase):
         return places, values
 
     def _has_kernel(self, x: Tensor) -> bool:
-        from zpp_lab.codecs.kernels.backend import triton_serves  # it imports codecs
-
         return self.block_size <= MOST and x.dtype in INFINITE and triton_serves(x)
 
     def _chosen_at_once(self, x: Tensor) -> tuple[Tensor, Tensor]:

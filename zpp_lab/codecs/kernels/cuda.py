@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs import Noise
 from zpp_lab.codecs.errors import SUMS, TILE
 from zpp_lab.codecs.kernels import reference
 from zpp_lab.codecs.kernels.table import (
@@ -24,6 +23,7 @@ from zpp_lab.codecs.kernels.table import (
     update_settings,
 )
 from zpp_lab.codecs.layout import Layout, Segment
+from zpp_lab.codecs.noise import Noise
 from zpp_lab.codecs.numerics import fold_sum
 
 NAMES = (

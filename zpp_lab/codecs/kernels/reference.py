@@ -15,9 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs import Noise, RawCodec, SegmentNoise
+from zpp_lab.codecs.base import RawCodec, SegmentNoise
 from zpp_lab.codecs.errors import error_sums
 from zpp_lab.codecs.layout import Layout, Segment
+from zpp_lab.codecs.noise import Noise
 
 Group = tuple[int, ...]  # indices of segments with one codec and one length
 

@@ -12,8 +12,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs import BlockCodec, Codec, Noise, NormalCodec, RawCodec
+from zpp_lab.codecs.base import Codec, RawCodec
+from zpp_lab.codecs.families.block import BlockCodec
+from zpp_lab.codecs.families.normal import NormalCodec
 from zpp_lab.codecs.layout import Layout, Segment
+from zpp_lab.codecs.noise import Noise
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STORES = {torch.float32: 1, torch.bfloat16: 2}  # of what nodes keep, see Store in plan.h

@@ -24,12 +24,11 @@ from torch.distributed.tensor import DTensor
 from zpp_lab.codecs.errors import ErrorSums, Telemetry
 from zpp_lab.codecs.numerics import clip_factor, fold_sum, total_norm
 from zpp_lab.collectives.peer.choose import connect
-from zpp_lab.collectives.plan import Bytes, Plan, StepUse, add_bytes, no_bytes
+from zpp_lab.collectives.plan import Bytes, Plan, StepUse, add_bytes, no_bytes, plans_by_step
 from zpp_lab.collectives.transport import Transport, all_gather
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
-from zpp_lab.engines.build import plans_by_step
 from zpp_lab.engines.frozen import check_marks
 from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp.comm import check_unit

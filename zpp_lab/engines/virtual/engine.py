@@ -26,12 +26,11 @@ from zpp_lab.codecs.errors import ErrorSums, Telemetry, telemetry
 from zpp_lab.codecs.numerics import clip_factor, fold_sum, total_norm
 from zpp_lab.collectives.context import Memories
 from zpp_lab.collectives.ledger import Ledger
-from zpp_lab.collectives.plan import PassUse, Plan, StepUse
+from zpp_lab.collectives.plan import PassUse, Plan, StepUse, plans_by_step
 from zpp_lab.collectives.recipe import DTYPES
 from zpp_lab.collectives.update import update_noise
 from zpp_lab.config.schema import Config, Wire
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
-from zpp_lab.engines.build import plans_by_step
 from zpp_lab.engines.frozen import Marks, check_marks, decode_shards, encode_shards, mark
 from zpp_lab.engines.fsdp.prefetch import Usage
 from zpp_lab.engines.norm import rank_squares

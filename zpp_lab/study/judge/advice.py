@@ -21,8 +21,8 @@ from zpp_lab.study.judge.claims import (
 )
 from zpp_lab.study.judge.noise import beside, noise_bands, one_seed
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
-from zpp_lab.study.report.speed.speeds import FASTER
-from zpp_lab.study.report.table import gap_text, margin_nats, percent
+from zpp_lab.study.speed.speeds import FASTER
+from zpp_lab.study.words import gap_text, margin_nats, percent
 
 Speeds = Mapping[str, Mapping[str, float]]  # bandwidth → arm → tokens/s
 _TIE = 0.01  # of the baseline's bytes: cheaper by less than this is not cheaper

@@ -20,7 +20,7 @@ from zpp_lab.study.judge.noise import (
 )
 from zpp_lab.study.judge.stats import Gap, t_interval
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
-from zpp_lab.study.report.table import NOTHING, P_VALUE_COLUMNS, p_value_rows, signed
+from zpp_lab.study.words import NOTHING, P_VALUE_COLUMNS, p_value_rows, signed
 
 COLUMNS = (
     *P_VALUE_COLUMNS,

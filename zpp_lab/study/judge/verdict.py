@@ -49,7 +49,7 @@ from pathlib import Path
 from statistics import fmean
 
 from zpp_lab.config.schema import FEW_HELDOUT, LEAST_HELDOUT, heldout_notes, more_heldout
-from zpp_lab.config.study import CONTROLS, ArmConfig, CompositeConfig, StudyConfig
+from zpp_lab.config.study import CONTROLS, PREPARE, ArmConfig, CompositeConfig, StudyConfig
 from zpp_lab.files import CONFIG, STUDY_FILE, below
 from zpp_lab.runs.reader import (
     NOT_JUDGED,
@@ -76,7 +76,6 @@ from zpp_lab.study.judge.documents import DocumentGaps, Reader, combined
 from zpp_lab.study.judge.families import Entry, PValues, look_sizes, nominal_level, planned_seeds
 from zpp_lab.study.judge.families import replay as replay_looks
 from zpp_lab.study.judge.stats import Gap
-from zpp_lab.study.run.plan import PREPARE
 
 MOST_PAIRED = 12
 

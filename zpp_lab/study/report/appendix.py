@@ -14,10 +14,10 @@ from typing import Any
 from zpp_lab.config.compose import compose
 from zpp_lab.config.flat import differing, flat_config
 from zpp_lab.config.load import written
+from zpp_lab.config.study import PREPARE
 from zpp_lab.runs.reader import Run
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
-from zpp_lab.study.report.table import NOTHING
-from zpp_lab.study.run.plan import PREPARE
+from zpp_lab.study.words import NOTHING
 
 _HIDDEN = ("seed", "recipe.name")
 _UNKNOWN = "not recorded"

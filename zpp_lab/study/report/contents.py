@@ -59,24 +59,19 @@ from zpp_lab.study.report.speed.contents import (
     speed_table,
 )
 from zpp_lab.study.report.speed.figures import highlighted, make_speed_figures
-from zpp_lab.study.report.speed.results import BASE, Predict
-from zpp_lab.study.report.speed.speeds import StudySpeeds, study_speeds
 from zpp_lab.study.report.style import Look, Style, arm_looks, study_looks
 from zpp_lab.study.report.table import (
-    NOTHING,
-    P_VALUE_COLUMNS,
     band_widths,
-    gap_text,
     interval_line,
     known_readouts,
     margin_line,
-    margin_nats,
-    number,
     p_value_line,
     perplexity,
-    signed,
     verdict_rows,
 )
+from zpp_lab.study.speed.results import BASE, Predict
+from zpp_lab.study.speed.speeds import StudySpeeds, study_speeds
+from zpp_lab.study.words import NOTHING, P_VALUE_COLUMNS, gap_text, margin_nats, number, signed
 
 _MIB = 2**20
 _READOUTS = {

@@ -25,14 +25,6 @@ from zpp_lab.study.report.speed.contents import (
     speed_table,
 )
 from zpp_lab.study.report.speed.figures import SPEED_NAMES, highlighted, make_speed_figures
-from zpp_lab.study.report.speed.results import (
-    BASE,
-    Predict,
-    copy_table,
-    read_speeds,
-    speed_file,
-)
-from zpp_lab.study.report.speed.speeds import COPY
 from zpp_lab.study.report.style import Style, arm_looks
 from zpp_lab.study.report.table import console_table, margin_line, results_csv
 from zpp_lab.study.report.trials import NAME as TRIALS
@@ -42,6 +34,14 @@ from zpp_lab.study.report.trials import (
     trials_document,
     trials_table,
 )
+from zpp_lab.study.speed.results import (
+    BASE,
+    Predict,
+    copy_table,
+    read_speeds,
+    speed_file,
+)
+from zpp_lab.study.speed.speeds import COPY
 
 
 @dataclass(frozen=True)

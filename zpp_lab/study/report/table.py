@@ -14,8 +14,8 @@ from zpp_lab.runs.reader import READOUTS, Run
 from zpp_lab.study.judge.claims import EXPECTED, MARK, ON_PAR_MARKED
 from zpp_lab.study.judge.families import look_sizes
 from zpp_lab.study.judge.noise import beside, noise_bands, one_seed
-from zpp_lab.study.judge.stats import Gap
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
+from zpp_lab.study.words import NOTHING, gap_cell, gap_text, margin_nats, nats, number, percent
 
 _HOPS = ("intra", "inter")
 _NOTES = 20  # on runs that have not finished, for a terminal
@@ -35,16 +35,6 @@ _FIELDS = (
     *(f"quantized_{wire}" for wire in USUAL_WIRES),
 )
 _UPDATE = ("bytes_weights_update_intra", "bytes_weights_update_inter", "quantized_weights_update")
-P_VALUE_COLUMNS = (
-    "Arm",
-    "p (differs)",
-    "p (differs), corrected",
-    "p (inside)",
-    "p (inside), corrected",
-    "p (beyond)",
-    "p (beyond), corrected",
-    "Looks",
-)
 COLUMNS = (
     "Arm",
     "Verdict",
@@ -58,7 +48,6 @@ COLUMNS = (
 BAND_COLUMN = "Noise band"  # of a study with one seed: where each gap lies
 READOUT = "Training gap (nats)"  # over the last steps, where runs have `train.readout_steps`
 QUANTIZED = "Quantized (weights, gradients)"  # of their bytes, where runs tell it
-NOTHING = "–"
 SENT = {"Bytes": "over all links", "Bytes between nodes": "between nodes"}
 
 
@@ -111,7 +100,7 @@ def verdict_rows(result: StudyResult) -> list[dict[str, str]]:
     one seed BAND_COLUMN after the gap, READOUT after it where runs have one, and QUANTIZED after
     the bytes where runs tell it (older ones do not)."""
     rows = [dict(zip(COLUMNS, _cells(result, arm), strict=True)) for arm in result.ranked]
-    readouts = [_gap_cell(result.readout_gap(arm)) for arm in result.ranked]
+    readouts = [gap_cell(result.readout_gap(arm)) for arm in result.ranked]
     if any(cell != NOTHING for cell in readouts):
         told = zip(rows, readouts, strict=True)
         rows = [_with(row, "Gap (nats)", READOUT, cell) for row, cell in told]
@@ -163,27 +152,6 @@ def perplexity(loss: float | None) -> str:
     return f"{math.exp(loss):#.4g}".rstrip(".") if loss < 700 else "∞"
 
 
-def p_value_rows(result: StudyResult) -> list[list[str]]:
-    """The p-values behind the verdicts, P_VALUE_COLUMNS as text; one row an arm but baselines."""
-    return [
-        [
-            arm.name,
-            *map(_p_value, (t.differs, t.differs_corrected, t.equal, t.equal_corrected)),
-            *map(_p_value, (t.beyond, t.beyond_corrected)),
-            str(t.looks),
-        ]
-        for arm in result.ranked
-        if arm.verdict != "baseline"
-        for t in (arm.tests,)
-    ]
-
-
-def _p_value(p: float | None) -> str:
-    if p is None:
-        return NOTHING
-    return "< 0.0001" if p < 1e-4 else f"{p:.4f}"
-
-
 def correction_line(result: StudyResult) -> str:
     """One sentence on what the corrected p-values stand for."""
     study, looks = result.study, len(look_sizes(result.study))
@@ -207,37 +175,6 @@ def p_value_line(result: StudyResult) -> str:
         "a gap is if the true one lies inside. Verdicts go by the corrected "
         f"ones.{looked if len(look_sizes(result.study)) > 1 else ''}"
     )
-
-
-def gap_text(arm: ArmResult) -> str:
-    """Mean gap ± half of the interval that decides, in nats."""
-    return _gap_cell(None if arm.verdict == "baseline" else arm.gap)
-
-
-def _gap_cell(gap: Gap | None) -> str:
-    if gap is None:
-        return NOTHING
-    if gap.shown is None:
-        return signed(gap.mean)
-    half = (gap.shown[1] - gap.shown[0]) / 2
-    return f"{signed(gap.mean)} ± {half:.4f}"
-
-
-def signed(value: float) -> str:
-    """A gap in nats with its sign, 0 without one."""
-    text = f"{value:+.4f}"
-    return text[1:] if float(text) == 0 else text.replace("-", "−")
-
-
-def number(value: float | None, spec: str) -> str:
-    return NOTHING if value is None else format(value, spec)
-
-
-def percent(fraction: float | None) -> str:
-    """0.126 → "12.6%"; whole percents from 100 on."""
-    if fraction is None:
-        return NOTHING
-    return f"{fraction:.0%}" if fraction >= 0.9995 else f"{fraction:.1%}"
 
 
 def console_table(result: StudyResult) -> str:
@@ -330,15 +267,3 @@ def band_widths(result: StudyResult) -> str:
         f"±{nats(noise)} nats" + (f" around {base}" if len(bands) > 1 else "")
         for base, noise in bands.items()
     )
-
-
-def nats(noise: float) -> str:
-    """The width of a noise band, which may be tiny."""
-    return f"{noise:.4f}" if noise >= 1e-4 else f"{noise:.1e}"
-
-
-def margin_nats(result: StudyResult) -> str:
-    """The margin in nats; the smallest and the largest where baselines differ."""
-    margins = sorted(f"{arm.margin:.4f}" for arm in result.arms if arm.margin is not None)
-    ends = dict.fromkeys((margins[0], margins[-1]))
-    return " to ".join(f"±{end}" for end in ends) + " nats"

@@ -31,7 +31,8 @@ from zpp_lab.study.report.sections import (
     words,
 )
 from zpp_lab.study.report.style import GREY, MEANING, beside, chart, finish
-from zpp_lab.study.report.table import NOTHING, number, perplexity, signed
+from zpp_lab.study.report.table import perplexity
+from zpp_lab.study.words import NOTHING, number, signed
 
 NAME = "trials"
 _LOG = 20.0  # a setting's largest over its smallest value from which its axis is logarithmic

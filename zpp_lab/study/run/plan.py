@@ -25,7 +25,7 @@ from zpp_lab.config.flat import differing, every_setting, flat_config, is_free
 from zpp_lab.config.load import quote, setting_of
 from zpp_lab.config.model import LoraConfig
 from zpp_lab.config.schema import STUDY_HELDOUT, Config, TrainConfig
-from zpp_lab.config.study import ArmConfig, PrepareConfig, StudyConfig
+from zpp_lab.config.study import PREPARE, ArmConfig, PrepareConfig, StudyConfig
 from zpp_lab.files import CONFIG, SUMMARY, write_atomic
 from zpp_lab.runs.reader import read_run, read_study
 from zpp_lab.runs.wandb.mode import resolve
@@ -33,7 +33,6 @@ from zpp_lab.train.inputs import check_branch, check_inputs, check_recipe, plann
 from zpp_lab.train.launch.gpus import visible_gpus
 
 Compose = Callable[[list[str]], Config]
-PREPARE = "prepare"  # the folder of the runs that arms start from
 _GIVEN = {  # settings that each run gets from its study → how to say them
     "seed": "use --seeds 1,2,3, or `seeds` of its file (`seed` of a prepared run)",
     "run.dir": "set the study's folder with --dir",

@@ -45,7 +45,8 @@ from zpp_lab.study.report.figures.training import (
 )
 from zpp_lab.study.report.sections import Figure
 from zpp_lab.study.report.style import OTHERS, TOLD, Style, study_looks
-from zpp_lab.study.report.table import SENT, margin_nats, sent_column
+from zpp_lab.study.report.table import SENT, sent_column
+from zpp_lab.study.words import margin_nats
 
 _BAND = "Darker, with a dashed edge: the noise band, ± the largest gap of {controls}"
 TITLES = {

@@ -17,7 +17,7 @@ from zpp_lab.study.judge.noise import Beside, beside, noise_bands, one_seed
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 from zpp_lab.study.report.figures.curves import Row
 from zpp_lab.study.report.style import BAND, GREY, TOLD, GapAxis, Style, chart, finish, quantities
-from zpp_lab.study.report.table import gap_text, percent
+from zpp_lab.study.words import gap_text, percent
 
 T = TypeVar("T")
 Spec = dict[str, Any]

@@ -18,8 +18,8 @@ from zpp_lab.study.report.sections import (
     numbers,
     words,
 )
-from zpp_lab.study.report.speed.results import BASE, Measured, Predict, Predicted, Setting, labels
-from zpp_lab.study.report.speed.speeds import (
+from zpp_lab.study.speed.results import BASE, Measured, Predict, Predicted, Setting, labels
+from zpp_lab.study.speed.speeds import (
     FASTER,
     BreakEven,
     SpeedUp,
@@ -31,7 +31,7 @@ from zpp_lab.study.report.speed.speeds import (
     without_hsdp,
     without_twin,
 )
-from zpp_lab.study.report.table import NOTHING, number, percent
+from zpp_lab.study.words import NOTHING, number, percent
 
 TITLE = "Speed on links between nodes"
 QUESTION = "On this network, which recipe is faster, and by how much?"

@@ -14,9 +14,9 @@ from zpp_lab.study.report.figures.curves import Row
 from zpp_lab.study.report.figures.gap import Spec
 from zpp_lab.study.report.sections import Figure
 from zpp_lab.study.report.speed.contents import SpeedFindings
-from zpp_lab.study.report.speed.results import BASE, Measured, Setting
-from zpp_lab.study.report.speed.speeds import SpeedUp
 from zpp_lab.study.report.style import GREY, Style, chart, finish, legend_pick, quantities
+from zpp_lab.study.speed.results import BASE, Measured, Setting
+from zpp_lab.study.speed.speeds import SpeedUp
 
 _TEXTS = {
     "speedup": (

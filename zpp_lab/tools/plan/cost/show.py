@@ -14,7 +14,7 @@ from rich.table import Table
 
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config, EngineConfig
-from zpp_lab.study.report.speed.results import BASE, Measured, Predicted, Setting
+from zpp_lab.study.speed.results import BASE, Measured, Predicted, Setting
 from zpp_lab.tools.plan.cost.machine import Machine, load_machine
 from zpp_lab.tools.plan.cost.step import BOUNDS, StepTime, predict
 

@@ -30,7 +30,7 @@ from zpp_lab.config.study import StudyConfig
 from zpp_lab.runs.reader import NO_ANSWER, NOT_JUDGED
 from zpp_lab.study.judge.claims import GOOD, OPEN, WORSE
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult, judge_study, read_result
-from zpp_lab.study.report.table import gap_text
+from zpp_lab.study.words import gap_text
 
 STATES = ("fp32", "bf16", "8bit")  # of the optimizer, coarser to the right
 # Where no study says more: the bits of ZeRO++ as published.

@@ -27,7 +27,7 @@ from zpp_lab.config.flat import flatten
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import RecipeConfig
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
-from zpp_lab.study.report.speed.results import (
+from zpp_lab.study.speed.results import (
     BASE,
     HSDP,
     MAX,

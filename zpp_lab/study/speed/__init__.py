@@ -1,0 +1,1 @@
+"""Measured speeds of arms: their table, and speed-ups over the strongest plain arm."""

@@ -1,0 +1,84 @@
+"""Gaps, margins, shares and p-values as the text of cells and sentences."""
+
+from __future__ import annotations
+
+from zpp_lab.study.judge.stats import Gap
+from zpp_lab.study.judge.verdict import ArmResult, StudyResult
+
+NOTHING = "–"
+P_VALUE_COLUMNS = (
+    "Arm",
+    "p (differs)",
+    "p (differs), corrected",
+    "p (inside)",
+    "p (inside), corrected",
+    "p (beyond)",
+    "p (beyond), corrected",
+    "Looks",
+)
+
+
+def gap_text(arm: ArmResult) -> str:
+    """Mean gap ± half of the interval that decides, in nats."""
+    return gap_cell(None if arm.verdict == "baseline" else arm.gap)
+
+
+def gap_cell(gap: Gap | None) -> str:
+    """The same of a gap that need not be an arm's."""
+    if gap is None:
+        return NOTHING
+    if gap.shown is None:
+        return signed(gap.mean)
+    half = (gap.shown[1] - gap.shown[0]) / 2
+    return f"{signed(gap.mean)} ± {half:.4f}"
+
+
+def margin_nats(result: StudyResult) -> str:
+    """The margin in nats; the smallest and the largest where baselines differ."""
+    margins = sorted(f"{arm.margin:.4f}" for arm in result.arms if arm.margin is not None)
+    ends = dict.fromkeys((margins[0], margins[-1]))
+    return " to ".join(f"±{end}" for end in ends) + " nats"
+
+
+def signed(value: float) -> str:
+    """A gap in nats with its sign, 0 without one."""
+    text = f"{value:+.4f}"
+    return text[1:] if float(text) == 0 else text.replace("-", "−")
+
+
+def number(value: float | None, spec: str) -> str:
+    """Format a value that may be missing."""
+    return NOTHING if value is None else format(value, spec)
+
+
+def percent(fraction: float | None) -> str:
+    """0.126 → "12.6%"; whole percents from 100 on."""
+    if fraction is None:
+        return NOTHING
+    return f"{fraction:.0%}" if fraction >= 0.9995 else f"{fraction:.1%}"
+
+
+def nats(noise: float) -> str:
+    """The width of a noise band, which may be tiny."""
+    return f"{noise:.4f}" if noise >= 1e-4 else f"{noise:.1e}"
+
+
+def p_value_rows(result: StudyResult) -> list[list[str]]:
+    """The p-values behind the verdicts, P_VALUE_COLUMNS as text; one row an arm but baselines."""
+    return [
+        [
+            arm.name,
+            *map(_p_value, (t.differs, t.differs_corrected, t.equal, t.equal_corrected)),
+            *map(_p_value, (t.beyond, t.beyond_corrected)),
+            str(t.looks),
+        ]
+        for arm in result.ranked
+        if arm.verdict != "baseline"
+        for t in (arm.tests,)
+    ]
+
+
+def _p_value(p: float | None) -> str:
+    if p is None:
+        return NOTHING
+    return "< 0.0001" if p < 1e-4 else f"{p:.4f}"
