@@ -22,7 +22,8 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -154,7 +155,9 @@ def _whole_model(path: Path) -> Any:
         raise ValueError(f"{path} is a model for transformers: pip install 'zpp_lab[hf]'") from None
     library: Any = transformers
     try:
-        model, told = library.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+        with _no_progress_bars():
+            made = library.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+        model, told = made
     except Exception as error:  # of several libraries; an absent package for a quantized one too
         said = str(error).strip().partition("\n")[0]  # some go on to list every model there is
         raise ValueError(
@@ -168,9 +171,29 @@ def _whole_model(path: Path) -> Any:
     return model
 
 
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep bars of milliseconds off the screen. transformers and compressed-tensors take tqdm's,
+    and only the first has a switch."""
+    from tqdm import tqdm
+
+    made = tqdm.__init__
+
+    def hidden(self: Any, *args: Any, **settings: Any) -> None:
+        made(self, *args, **{**settings, "disable": True})
+
+    tqdm.__init__ = hidden  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        tqdm.__init__ = made  # type: ignore[method-assign]
+
+
 @torch.no_grad()
 def _unpack(model: Any) -> None:
-    if getattr(model.config, "quantization_config", None) is not None:
+    if getattr(model.config, "quantization_config", None) is None:
+        return
+    with _no_progress_bars():
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
 
 
