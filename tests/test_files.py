@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zpp_lab.files import is_full, write_atomic
+from zpp_lab.files import is_full, text_table, write_atomic
 
 
 def test_replaces_in_one_step(tmp_path: Path) -> None:
@@ -51,3 +51,19 @@ def test_a_limit_on_files_counts_as_a_full_disk(tmp_path: Path) -> None:
     assert is_full(caught.value)
     assert not is_full(FileNotFoundError(2, "no such file"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_table_fits_a_terminal() -> None:
+    """Heads and words break where it would be too wide, numbers never."""
+    few = text_table(["Arm", "Bytes between nodes"], [["a b", "1"], ["zero3", "100%"]], left=1)
+    assert few.splitlines()[0] == "Arm    Bytes between nodes"
+    heads = ["Arm", "Verdict of the arm", *["Loss of so many tokens"] * 3]
+    arm = "recipe.weights.bits=4,recipe.grads.bits=2,train.lr=0.0003"
+    row = [arm, "undecided (needs about 123 seeds)", *["+0.0042 ± 0.0013"] * 3]
+    text = text_table(heads, [row], left=2)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "  ".join(row[2:]) in text
+    rule = next(i for i, line in enumerate(lines) if line.startswith("─"))
+    width = lines[rule].index(" ")
+    assert "".join(line[:width].strip() for line in lines[rule + 1 :]) == arm

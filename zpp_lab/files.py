@@ -31,7 +31,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
+from textwrap import wrap
 from typing import IO, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -56,6 +58,8 @@ BEGIN_WITH = {  # of long lists; README says what each is for
 }
 _PACKAGE = Path(__file__).resolve().parent
 _FOLDER_NAME = re.compile(r"[\w,+=-][\w.,+=-]*")  # what begins with a dot is hidden
+_WIDTH = 100  # of a table in a terminal
+_NARROW = 12  # of its columns of words, at least
 _SHOWN = 5  # names in a folder that are listed where none is similar
 
 LOCK = ".lock"
@@ -197,10 +201,37 @@ def is_full(error: BaseException) -> bool:
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    """A table for a terminal; the first `left` columns are words, the others numbers."""
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    lines = [columns, ["─" * width for width in widths], *rows]
+    """A table for a terminal; the first `left` columns are words, the others numbers. One that
+    would be wider than _WIDTH has heads and words in several lines."""
+    widths = _widths(columns, rows, left)
+    parts = [columns, ["─" * width for width in widths], *rows]
+    lines = [line for row in parts for line in _lines(row, widths)]
     return "\n".join("  ".join(_align(line, widths, left)).rstrip() for line in lines)
+
+
+def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[int]:
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    room = _WIDTH - 2 * (len(widths) - 1)
+    if sum(widths) > room:
+        heads = [_longest([head]) for head in columns]
+        bodies = [max(map(len, cells), default=0) for cells in zip(*rows, strict=True)]
+        widths = list(map(max, heads, bodies or heads))
+    whole = [_longest(cells) for cells in zip(columns, *rows, strict=True)]
+    for least in (whole, [_NARROW] * left):  # words break only where lines alone do not do
+        while sum(widths) > room and (own := [i for i in range(left) if widths[i] > least[i]]):
+            widths[max(own, key=lambda i: widths[i])] -= 1
+    return widths
+
+
+def _longest(cells: Sequence[str]) -> int:
+    """The length of the longest word."""
+    return max((len(word) for cell in cells for word in cell.split()), default=0)
+
+
+def _lines(row: Sequence[str], widths: Sequence[int]) -> Iterator[list[str]]:
+    pairs = zip(row, widths, strict=True)
+    parts = [[cell] if len(cell) <= width else wrap(cell, width) for cell, width in pairs]
+    return map(list, zip_longest(*parts, fillvalue=""))
 
 
 def shares(quantized: Mapping[Any, float]) -> tuple[str, str]:

@@ -56,6 +56,13 @@ class Report:
     table: str
 
 
+_PAGE_ONLY = (
+    "Floor (s)",
+    "Of the floor",
+    "Host waits (s)",
+)  # not in a terminal
+
+
 @dataclass(frozen=True)
 class SpeedReport:
     """What was written, and the table of speeds for a console."""
@@ -121,7 +128,9 @@ def build_speed_report(path: Path, predict: Predict | None = None) -> SpeedRepor
     page, text = root / "report.html", root / "report.md"
     data, breaks = root / "speedup.csv", root / "break_even.csv"
     every = speed_table(found)
-    console = text_table(every.names, [row.texts for row in every.rows], left=3)
+    shown = [i for i, name in enumerate(every.names) if name not in _PAGE_ONLY]
+    rows = [[row.texts[i] for i in shown] for row in every.rows]
+    console = text_table([every.names[i] for i in shown], rows, left=3)
     return SpeedReport(page, text, data, breaks, drawn, console)
 
 
