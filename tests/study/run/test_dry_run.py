@@ -12,7 +12,9 @@ from tests.study.fake_trainer import STEPS, fake_compose
 from tests.study.run.test_launch import launch, started, study
 from zpp_lab.cli.main import main
 from zpp_lab.config.compose import compose
+from zpp_lab.config.schema import Config
 from zpp_lab.study.run import launch as launching
+from zpp_lab.study.run.progress import duration
 from zpp_lab.tools.plan import dry_run
 from zpp_lab.tools.plan.dry_run import Machine, predicted_seconds
 from zpp_lab.train.memory.forecast import Foreseen, Needed
@@ -54,6 +56,33 @@ def test_predictions_are_the_cost_models() -> None:
     assert predicted_seconds(config, "h200", 25.0) == whole
     alone = compose(["model=1m", "cluster=2x2", "train.param_dtype=bf16"])
     assert 0 < predicted_seconds(alone, "h200", None) < 4 * whole
+
+
+def test_gpu_hours_without_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Of runs that start a process a GPU; one of each shape is predicted."""
+    asked = []
+
+    def seconds(config: Config, machine: str, link: float | None) -> float:
+        asked.append((config.recipe.name, machine, link))
+        return 36.0
+
+    monkeypatch.setattr(dry_run, "predicted_seconds", seconds)
+    words = ["study", "smoke", "--dry-run", "--dir", str(tmp_path / "s"), "--arms", "zero3,qsdp"]
+    assert main([*words, "train.steps=100"]) == 0
+    assert "GPU-hours" not in capsys.readouterr().out
+    assert main([*words, "train.steps=100", "engine=fsdp", "engine.device=auto"]) == 0
+    assert asked == [("zero3", "h200", None)]
+    assert "about 24 GPU-hours left on h200" in capsys.readouterr().out  # 6 runs of 4 GPU-hours
+    assert main([*words, "train.steps=100", "--machine", "h200"]) == 0
+    assert ", 6 GPU-hours" in capsys.readouterr().out  # engine=virtual has one GPU
+
+
+def test_durations_are_readable() -> None:
+    assert [duration(s) for s in (None, 245, 3845, 359_999, 6_640_000)] == [
+        *("?", "4:05", "1:04:05", "99:59:59", "1,844 h")
+    ]
 
 
 REFUSED = [

@@ -89,9 +89,11 @@ class Progress:
 
 
 def duration(seconds: float | None) -> str:
-    """4:05 or 1:04:05; ? when it is not known."""
+    """4:05 or 1:04:05, from 100 hours on 1,845 h; ? when it is not known."""
     if seconds is None:
         return "?"
+    if seconds >= 360_000:
+        return f"{seconds / 3600:,.0f} h"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

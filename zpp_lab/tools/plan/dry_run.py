@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from zpp_lab.study.run.multirun import Sweep
 
 ENDED = ("finished", "diverged")
+USUAL = "h200"  # whose figures give GPU-hours where no machine is named
+_SHAPE = (  # settings on which the time of a step depends most
+    *("model.", "cluster.", "engine.", "data.seq_len", "train.batch_size", "train.micro_steps"),
+    *("train.accumulate", "train.param_dtype", "train.optimizer_"),
+)
 BITS = "Quantized: of a step's bytes of weights and of gradients; a/b: of their two wires."
 LEAST = "≥: weights, optimizer and gradients; activations come on top."
 FLOOR = "≥: training steps without evaluation{more}."
@@ -76,12 +81,21 @@ class Forecast:
         return None if each is None else self.run.config.train.steps * each
 
     @property
+    def steps_left(self) -> int:
+        return 0 if self.ended else max(0, self.run.config.train.steps - self.step)
+
+    @property
     def seconds(self) -> float | None:
         """Left."""
         if self.ended:
             return 0.0
-        left = max(0, self.run.config.train.steps - self.step)
-        return None if self.step_seconds is None else left * self.step_seconds
+        return None if self.step_seconds is None else self.steps_left * self.step_seconds
+
+    @property
+    def gpus(self) -> int:
+        """Those that are busy for `seconds`."""
+        config = self.run.config
+        return config.cluster.world if config.engine.ranked else 1
 
 
 def dry_run(
@@ -262,6 +276,7 @@ def _summary(
     ended = sum(f.ended for f in found)
     sent = [f.bytes for f in found]
     left = "" if machine is None else f"; {_left(study, found, jobs, machine)}"
+    left += _gpu_hours(found, machine)
     total = amount(sum(n for n in sent if n is not None))
     return (
         f"{_several(len(found), 'run')}, {ended} ended already{left}; the ranks send {total} "
@@ -280,6 +295,40 @@ def _left(study: StudyConfig, found: Sequence[Forecast], jobs: int, machine: Mac
     left = f"at least {duration(max(sum(work) / at_once, *work))} left on {machine.name}"
     without = f" without the {_several(unknown, 'run')} marked ?" if unknown else ""
     return f"{left}{without} with {max(1, jobs)} in parallel, without start-up"
+
+
+def _gpu_hours(found: Sequence[Forecast], machine: Machine | None) -> str:
+    """What is left in GPU-hours; "" where nothing of it runs on GPUs, or is known. Without a
+    machine runs of one shape are all taken to last as long as the first of them on USUAL."""
+    if machine is not None:
+        known = [f.seconds * f.gpus for f in found if f.seconds]
+        return f", {_hours(sum(known))} GPU-hours" if known else ""
+    step_seconds: dict[str, float | None] = {}
+    total, unknown, first = 0.0, 0, ""
+    for f in found:
+        config = f.run.config
+        if f.ended or not config.engine.ranked or config.engine.device == "cpu":
+            continue
+        flat = flat_config(config).items()
+        shape = str([kv for kv in flat if kv[0].startswith(_SHAPE) and kv[0] != "model.start"])
+        if shape not in step_seconds:
+            step_seconds[shape], _ = _predicted(f.run, Machine(USUAL))
+        each = step_seconds[shape]
+        first = first or (f.run.arm if each else "")
+        unknown += each is None
+        total += (each or 0.0) * f.steps_left * f.gpus
+    if not total:
+        return ""
+    who = f"{first}'s" if len(step_seconds) == 1 else "the first of their size"
+    without = f" without {_several(unknown, 'run')} that cannot be predicted" if unknown else ""
+    return (
+        f"; about {_hours(total)} GPU-hours left on {USUAL}{without}, all runs taken to last as "
+        f"long as {who} (--machine {USUAL} predicts each)"
+    )
+
+
+def _hours(seconds: float) -> str:
+    return f"{float(f'{seconds / 3600:.3g}'):,g}"
 
 
 def _table(
