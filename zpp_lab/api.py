@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zpp_lab.codecs.numerics import clip_factor
-from zpp_lab.collectives.peer.choose import Choice, connect, gather_mode
+from zpp_lab.collectives.peer.choose import Choice, connect
 from zpp_lab.collectives.plan import Bytes, Plan, add_bytes, no_bytes
 from zpp_lab.collectives.recipe import DTYPES, Recipe
 from zpp_lab.collectives.transport import Transport
@@ -164,7 +164,7 @@ def shard(
     phases = {first: Recipe(c, picked.cluster, *sent) for first, c in _phases(config, steps)}
     checked = phases[0]
     planned = cut_units(model, cut, checked.shards)
-    plan = Plan.build(planned, checked, gather=gather_mode(gather))
+    plan = Plan.build(planned, checked, gather=gather)
     plans = {first: plan.under(each) if first else plan for first, each in phases.items()}
     if not picked.whole and any(each.memories for each in plans.values()):
         raise ValueError(

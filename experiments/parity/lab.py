@@ -16,7 +16,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.engines.fsdp_parity import CASES
-from zpp_lab.collectives.peer.choose import Choice, connect, gather_mode
+from zpp_lab.collectives.peer.choose import Choice, connect
 from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.collectives.watchdog import Watchdog
@@ -102,8 +102,7 @@ class Lab:
         """`quick`: with other initial weights, which cost no time."""
         model = build_model(shape[0], shape[1], device="meta")
         config = replace(config, model=shape[0])
-        changes = {"gather": gather_mode(config.engine.gather), "blocks_per_unit": self.blocks}
-        config = replace(config, engine=replace(config.engine, **changes))  # type: ignore[arg-type]
+        config = replace(config, engine=replace(config.engine, blocks_per_unit=self.blocks))
         choice = config.engine.transport
         transport = self.transport(config.cluster, self.choice if choice == "auto" else choice)
         made = QuickStart if quick else FsdpEngine

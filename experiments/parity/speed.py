@@ -20,11 +20,11 @@ ROUNDS = 4  # every setting has its turn in each
 def settings(lab: Lab) -> dict[str, tuple[str, dict[str, Any]]]:
     """What is timed: a case of the table and engine settings."""
     found: dict[str, tuple[str, dict[str, Any]]] = {
-        "FSDP2": ("zero3_bf16", {"ordered": False, "gather": "auto"})
+        "FSDP2": ("zero3_bf16", {"ordered": False, "gather": "flat"})
     }
     for choice in lab.priced:
-        found[f"zero3 ordered, {choice}"] = ("zero3_bf16", {"transport": choice, "gather": "auto"})
-        found[f"zeropp, {choice}"] = ("zeropp", {"transport": choice, "gather": "auto"})
+        found[f"zero3 ordered, {choice}"] = ("zero3_bf16", {"transport": choice, "gather": "flat"})
+        found[f"zeropp, {choice}"] = ("zeropp", {"transport": choice, "gather": "flat"})
     return found
 
 

@@ -256,7 +256,7 @@ class Rank:
         return f"{x.nbytes / MIB:.3g} MiB in {1000 * seconds:.1f} ms, {version}"
 
     def transport(self) -> str:
-        from zpp_lab.collectives.peer.choose import _problems, connect, gather_mode
+        from zpp_lab.collectives.peer.choose import _problems, connect
         from zpp_lab.collectives.watchdog import Watchdog
 
         auto = connect(self.cluster, Watchdog(0.0), "auto", self.device)
@@ -264,7 +264,7 @@ class Rank:
         assert "world" in problems, "ranks of different nodes believe to share memory"
         assert "across" in problems, "ranks of different nodes believe to share memory"
         told = auto.describe() if hasattr(auto, "describe") else "process groups alone"
-        return f"{told}; not {problems}; gather {gather_mode('auto')}"
+        return f"{told}; not {problems}"
 
     def symmetric(self) -> str:
         """Each rank of a node reads 64 MiB of each other one."""

@@ -15,17 +15,19 @@ from tests.engines.uneven import batch, build_uneven
 from zpp_lab.collectives.ledger import LedgerError
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import ProcessGroups
+from zpp_lab.config.compose import compose
 from zpp_lab.config.load import load
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import NonFiniteError
-from zpp_lab.engines.build import build_plan
+from zpp_lab.engines.build import build_engine, build_plan, plan_of
 from zpp_lab.engines.fsdp import packed
 from zpp_lab.engines.fsdp.engine import FsdpEngine
 from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.models import build_model
 
 CPU = torch.device("cpu")
+GATHERED = ("qsdp", "zeropp", "w4", "w4_diff", "amsp_node")
 
 
 def real(config: Config, model: Any = None) -> FsdpEngine:
@@ -64,6 +66,19 @@ def altered(case: str, nodes: int, local: int, **engine: Any) -> Config:
 
 def flat_gather() -> str:
     return pair(altered("zeropp", 2, 2, gather="flat"))
+
+
+def planned_bytes(recipe: str, *words: str) -> list[Any]:
+    """What a step of an engine that `zpp-lab train` would build has sent and what `zpp-lab plan`
+    shows, where all ranks are on one host; then how much of it goes between nodes."""
+    shape = ["dim=32", "layers=1", "heads=2", "kv_heads=2", "ffn=48"]
+    settings = ["cluster=2x2", "engine=fsdp", "engine.device=cpu", "train.steps=20", *words]
+    config = compose([f"recipe={recipe}", *settings, *(f"model.{s}" for s in shape)])
+    engine = build_engine(config, 256, CPU)
+    (_, _, sent), *_ = steps(engine, 1)[0]
+    planned = plan_of(config).step_bytes()
+    same = all(tuple(sent[wire]) == tuple(planned[wire]) for wire in planned)
+    return [same, sum(traffic.inter for traffic in planned.values())]
 
 
 def no_prefetch() -> str:
@@ -245,6 +260,8 @@ class Pair(torch.nn.Module):
 
 JOBS: dict[str, tuple[Any, ...]] = {
     "flat_gather": (flat_gather,),
+    **{f"bytes of {recipe}": (planned_bytes, recipe) for recipe in GATHERED},
+    "bytes of qsdp, flat": (planned_bytes, "qsdp", "engine.gather=flat"),
     "no_prefetch": (no_prefetch,),
     "offload": (offload,),
     "llama": (llama, False, False),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.fsdp_jobs import run_jobs
+from tests.engines.fsdp_jobs import GATHERED, run_jobs
 from tests.engines.fsdp_world import run_world
 
 
@@ -31,6 +31,19 @@ def answers() -> dict[str, Any]:
 )
 def test_equals_the_virtual_engine(answers: dict[str, Any], job: str) -> None:
     assert answers[job] == ""
+
+
+@pytest.mark.parametrize("recipe", GATHERED)
+def test_auto_gathers_by_the_configured_cluster(answers: dict[str, Any], recipe: str) -> None:
+    """On one host, too: plan, virtual and real ranks move the same bytes between nodes."""
+    same, _ = answers[f"bytes of {recipe}"]
+    assert same
+
+
+def test_a_flat_gather_sends_more_between_nodes(answers: dict[str, Any]) -> None:
+    (same, flat), (_, usual) = answers["bytes of qsdp, flat"], answers["bytes of qsdp"]
+    assert same
+    assert flat > usual
 
 
 def test_meta_model_starts_with_the_same_weights(answers: dict[str, Any]) -> None:

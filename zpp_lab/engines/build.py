@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
@@ -54,13 +54,10 @@ def build_engine(config: Config, vocab_size: int, device: torch.device) -> Engin
     """The engine that `config` asks for, with its model on `device`."""
     check_engine(config)
     if config.engine.name == "fsdp":
-        from zpp_lab.collectives.peer.choose import gather_mode
         from zpp_lab.engines.fsdp.engine import FsdpEngine
 
         model = _model(config, vocab_size, "meta")
-        gather = gather_mode(config.engine.gather)
-        chosen = replace(config, engine=replace(config.engine, gather=gather))  # type: ignore[arg-type]
-        return FsdpEngine(model, build_plan(model, chosen), config, device)
+        return FsdpEngine(model, build_plan(model, config), config, device)
     if config.engine.name == "deepspeed":
         from zpp_lab.engines.deepspeed.engine import DeepSpeedEngine
 
@@ -120,17 +117,15 @@ def vocabulary(config: Config) -> int:
     return max(tokens, config.model.vocab_size)
 
 
-def plan_of(config: Config, one_host: bool = False) -> Plan:
+def plan_of(config: Config) -> Plan:
     """What `config` moves. Plans are kept: the next prediction with the same model, recipe and
-    cluster takes milliseconds. one_host: the nodes are joined by the links of their GPUs, where
-    engine.gather=auto is flat."""
-    gather = config.engine.gather
+    cluster takes milliseconds."""
     train, groups = config.train, (config.model, config.recipe, config.cluster)
     settings = (train.param_dtype, train.reduce_dtype, train.micro_steps, train.accumulate)
     return _plan(
         *(json.dumps(asdict(group)) for group in groups),
         vocabulary(config),
-        "flat" if one_host and gather == "auto" else gather,
+        config.engine.gather,
         config.engine.blocks_per_unit,
         *settings,
     )

@@ -70,7 +70,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
             runs.append(of(study, folder, f"{study}/{arm.name}", cluster, *arm.overrides, *more))
     open_data(runs[-1].data)
     run_world(base.cluster.world, in_each_rank, *runs)
-    same = (cluster, "engine.name=virtual", "engine.gather=flat")  # ranks of one host gather flat
+    same = (cluster, "engine.name=virtual")
     run(of(FINETUNE, folder, "virtual", "recipe=w4", *start, *same))
     return folder
 

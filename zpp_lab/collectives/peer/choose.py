@@ -4,9 +4,8 @@ groups  NCCL or gloo everywhere
 peer    ranks of a host read each other's memory; process groups between hosts
 auto    peer where it can be had and pays, by the size of a shipment
 
-`engine.gather=auto` looks at the real hosts. So a cluster of 2 × 2 on one host gathers flat
-and moves other bytes between its "nodes" than the virtual one, with the same numbers;
-`engine.gather=hierarchical` makes the bytes equal too.
+How weights are gathered does not depend on it: `engine.gather=auto` follows the configured cluster,
+so that plan, virtual and real ranks move the same bytes.
 """
 
 from __future__ import annotations
@@ -62,16 +61,6 @@ def connect(
     if transport.rank == 0:
         print(f"zpp_lab: transport: {transport.describe()}", file=sys.stderr)
     return transport
-
-
-def gather_mode(asked: str) -> str:
-    """`auto` among real ranks: flat where all of them are on one host, since no link is then
-    slower than another; else by the cluster's shape. Every rank calls it alike."""
-    if asked != "auto":
-        return asked
-    hosts = [host()] * dist.get_world_size()
-    dist.all_gather_object(hosts, host())
-    return "flat" if len(set(hosts)) == 1 else "auto"
 
 
 def _everywhere(own: bool) -> bool:

@@ -71,8 +71,8 @@ NO_LAW = (
     "fitted to recipes without phases."
 )
 ONE_HOST = (
-    "Assuming {nodes} hosts. On one host, a run gathers flat and over peer memory: plan with "
-    "engine=fsdp engine.gather=flat engine.transport=peer."
+    "Assuming {nodes} hosts. Ranks of one host read each other's memory: plan such a run with "
+    "engine=fsdp engine.transport=peer. There engine.gather=flat gathers in one hop."
 )
 
 
@@ -360,7 +360,7 @@ def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
     if saved:
         console.print(HOPS.format(**{k: n / 1e9 for k, n in saved.items()}), highlight=False)
     settings = outlook.config.engine
-    if cluster.nodes > 1 and "auto" in (settings.gather, settings.transport):
+    if cluster.nodes > 1 and settings.transport == "auto":
         console.print(ONE_HOST.format(nodes=cluster.nodes), style="dim")
     for note in NOTES:
         console.print(note, style="dim")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zpp_lab.codecs.numerics import clip_factor
-from zpp_lab.collectives.peer.choose import connect, gather_mode
+from zpp_lab.collectives.peer.choose import connect
 from zpp_lab.collectives.plan import Bytes
 from zpp_lab.collectives.recipe import DTYPES
 from zpp_lab.collectives.transport import Transport
@@ -98,15 +97,13 @@ class Through:
 
 def quick(config: Config, device: torch.device) -> Timed:
     """engine=fsdp; arms of one process share their communicators."""
-    gather = gather_mode(config.engine.gather)
-    chosen = replace(config, engine=replace(config.engine, gather=gather))  # type: ignore[arg-type]
     cluster, choice = config.cluster, config.engine.transport
     key = cluster.nodes, cluster.gpus_per_node, choice
     if key not in TRANSPORTS:
         watchdog = Watchdog(config.engine.timeout_seconds)
         TRANSPORTS[key] = connect(cluster, watchdog, choice, device)
     model = meta_model(config)
-    return Through(QuickStart(model, build_plan(model, chosen), chosen, device, TRANSPORTS[key]))
+    return Through(QuickStart(model, build_plan(model, config), config, device, TRANSPORTS[key]))
 
 
 def built(config: Config, device: torch.device) -> Timed:

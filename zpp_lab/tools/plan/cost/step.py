@@ -161,7 +161,7 @@ def predict(
     DeepSpeed, a codec or mode that the machine's file lacks.
     """
     _check(config, link_gbps)
-    plan = plan_of(config, link_gbps is None)
+    plan = plan_of(config)
     if not own_loop and quantizes_any(plan.recipe):
         raise ValueError(f"recipe {config.recipe.name}: plain FSDP2 has no codecs; use engine=fsdp")
     plain = not own_loop or is_untouched(plan, config.engine.ordered)
