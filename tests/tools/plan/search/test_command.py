@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from zpp_lab.cli.main import main
 from zpp_lab.config.codec import CodecConfig, ExemptConfig
 from zpp_lab.config.compose import compose, load_study
 from zpp_lab.config.schema import USUAL_WIRES, RecipeConfig, RuleConfig
-from zpp_lab.tools.plan.search import fastest
+from zpp_lab.tools.plan.search import command, fastest
 from zpp_lab.tools.plan.search.shown import recipe_overrides
 from zpp_lab.tools.plan.search.space import Space
 
@@ -56,6 +58,25 @@ def test_without_evidence_the_bits_stay_mild(
     assert compose(faster["chosen"]["overrides"]).recipe.wire("grads_inter").bits == 2
     assert "--allow untested" not in " ".join(faster["notes"])
     assert faster["chosen"]["time"]["step_s"] < found["chosen"]["time"]["step_s"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_search_says_how_far_it_is(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On stderr; on a terminal in one line, which is gone at the end."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    monkeypatch.setattr(command.time, "monotonic", count(step=20).__next__)
+    assert main([*WORDS, *LIMITS, "--json"]) == 0
+    out, err = capsys.readouterr()
+    plans = json.loads(out)["plans"]
+    shown = re.findall(rf"([\d,]+) of {plans:,} plans", err)
+    done = [int(number.replace(",", "")) for number in shown]
+    assert done == sorted(done)
+    assert done[0] == 0
+    assert plans / 2 < done[-1] < plans
+    assert err.endswith("\x1b[K" if terminal else "predicted\n")
+    assert (err.count("\n") == 0) == terminal
 
 
 def test_with_a_study(capsys, tmp_path: Path) -> None:

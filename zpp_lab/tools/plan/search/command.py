@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 
@@ -49,17 +51,39 @@ def fastest_command(overrides: Sequence[str], wanted: Wanted) -> int:
     problem = _problem(config, wanted)
     if wanted.next_study is not None:
         check_next_study(wanted.next_study)
-    print("searching all plans; this takes a while …", file=sys.stderr, flush=True)
+    line = _Line(sys.stderr)
     try:
-        answer = search(problem)
+        answer = search(problem, say=line.say)
     except NothingFits as error:
         raise ValueError(_nothing_fits(problem, error)) from None
+    finally:
+        line.close()
     written = _write_next(answer, wanted.next_study)
     if wanted.as_json:
         print(json.dumps(as_dict(answer, overrides, config, written), indent=1))
     else:
         show(answer, overrides, config, written, Console(width=max(WIDTH, Console().width)))
     return 0
+
+
+class _Line:
+    """How far the search is: on a terminal one line, rewritten; elsewhere a line now and then."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._live = stream, stream.isatty()
+        self._pause, self._due = (0.2 if self._live else 20.0), 0.0
+        self._ends = ("\r\x1b[K", "") if self._live else ("", "\n")
+
+    def say(self, text: str) -> None:
+        if (now := time.monotonic()) >= self._due:
+            self._due = now + self._pause
+            self._stream.write(f"searching: {text}".join(self._ends))
+            self._stream.flush()
+
+    def close(self) -> None:
+        if self._live:
+            self._stream.write(self._ends[0])
+            self._stream.flush()
 
 
 def _problem(config: Config, wanted: Wanted) -> Problem:

@@ -58,6 +58,7 @@ from zpp_lab.train.memory.buffers import MOMENTS
 from zpp_lab.train.memory.estimate import estimate
 
 Figures = tuple[float, ...]
+Say = Callable[[str], None]  # how far a search is, whenever that has changed
 
 
 class Parts:
@@ -260,24 +261,27 @@ class NothingFits(ValueError):
         self.closest, self.others = closest, others
 
 
-def search(problem: Problem, listed: int = 3) -> Answer:
+def search(problem: Problem, listed: int = 3, say: Say = lambda _: None) -> Answer:
     """The fastest plan of `problem`'s space, and up to `listed` others of each kind.
 
     NothingFits where memory is too small; ValueError where nothing can be predicted.
     """
-    return _Search(problem).answer(listed)
+    return _Search(problem, say).answer(listed)
 
 
-def options(problem: Problem) -> tuple[list[Option], list[str]]:
+def options(problem: Problem, say: Say = lambda _: None) -> tuple[list[Option], list[str]]:
     """Every plan of the space that has figures, and why others have none."""
     base = problem.base
     memory = Parts(base, partial(_peaks, vocab=vocabulary(base)))
     links = Parts(base, lambda config: _busy(_predicted(problem, config)))
     found: list[Option] = []
     faults: dict[str, None] = {}
-    for recipe in problem.space.recipes():
+    recipes, every = problem.space.recipes(), problem.space.knobs()
+    total = len(recipes) * len(every)
+    for looked, recipe in enumerate(recipes):
+        say(f"memory and least time of {looked * len(every):,} of {total:,} plans")
         rule, bare = _rules(problem, recipe), without_bits(recipe)
-        for knobs in problem.space.knobs():
+        for knobs in every:
             candidate = Candidate(recipe, knobs)
             try:
                 loads = links.of(candidate)  # first: it says at once what has no figures
@@ -321,9 +325,9 @@ def _rules(problem: Problem, recipe: RecipeConfig) -> dict[str, Ruling]:
 class _Search:
     """One search: the options, and the times that were predicted."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.options, self.faults = options(problem)
+    def __init__(self, problem: Problem, say: Say) -> None:
+        self.problem, self.say = problem, say
+        self.options, self.faults = options(problem, say)
         self.times: dict[int, Timed] = {}
         self.by_build: dict[str, list[Timed]] = defaultdict(list)
 
@@ -450,6 +454,7 @@ class _Search:
         if id(option) not in self.times:
             problem = self.problem
             config = option.candidate.config(problem.base)
+            self.say(f"steps of {len(self.times):,} plans predicted")
             self.times[id(option)] = Timed(option, _predicted(problem, config))
             self.by_build[option.build].append(self.times[id(option)])
         return self.times[id(option)]
