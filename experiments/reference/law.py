@@ -1,6 +1,7 @@
 """The law of what bits cost (zpp_lab/tools/plan/law.py), from the reference runs.
 
-    python experiments/reference/law.py fit STUDY...        → conf/law/reference.json
+    python experiments/reference/law.py fit STUDY...        → conf/law/reference.json;
+                                                            STUDY/ARM: of that study one arm
     python experiments/reference/law.py predict STUDY...    → predicted.json: arms that never ran;
                                                             STUDY/ARM: that one alone
     python experiments/reference/law.py compare             predictions beside what was measured,
@@ -148,7 +149,7 @@ DARK = {  # what the figure's colours are on a dark screen
 def main() -> int:
     command, *studies = sys.argv[1:]
     if command == "fit":
-        found = law.fit([cell for study in studies for cell in measured(study)])
+        found = law.fit(cells_of(studies))
         path = conf_dir() / "law" / "reference.json"
         path.parent.mkdir(exist_ok=True)
         found.save(path)
@@ -156,7 +157,7 @@ def main() -> int:
             print(f"{name:6} {value:+.3f} ± {math.sqrt(found.covariance[i][i]):.3f}")
         print(f"misfit {found.misfit:.1%} of a gap, {found.cells} cells")
         for study in studies:
-            show(found, measured(study))
+            show(found, cells_of([study]))
     elif command == "predict":
         predict(studies)
     elif command == "compare":
@@ -192,6 +193,16 @@ def cells(study: StudyConfig) -> Iterator[law.Cell]:
             yield law.Cell(run.arm, law.Errors.of(plan), *law.extent(run.config, plan), 0.0, 1.0)
 
 
+def cells_of(words: Iterable[str]) -> list[law.Cell]:
+    """The measured cells of STUDY, or of STUDY/ARM that one alone."""
+    return [
+        cell
+        for study, _, arm in (word.partition("/") for word in words)
+        for cell in measured(study)
+        if arm in ("", cell.name.split("/")[1])
+    ]
+
+
 def measured(name: str) -> list[law.Cell]:
     """Arms with two seeds or more. A gap's scatter over few seeds may be small by chance: none
     counts as smaller than that of half of the arms."""
@@ -205,6 +216,7 @@ def measured(name: str) -> list[law.Cell]:
             cell.errors,
             cell.parameters,
             cell.tokens,
+            cell.steps,
             fmean(gaps[cell.name]),
             max(stdev(gaps[cell.name]), usual) / math.sqrt(len(gaps[cell.name])),
         )
@@ -445,7 +457,7 @@ def predict(words: list[str]) -> None:
         for cell in cells(load_study(study)):
             name = f"{study}/{cell.name}"
             if arm in ("", cell.name) and name not in there and name not in known:
-                told = published.predict(cell.errors, cell.parameters, cell.tokens)
+                told = published.predict(cell.errors, cell.parameters, cell.tokens, cell.steps)
                 known[name] = asdict(told) | {"commit": commit()}
                 print(f"{name:36} {told.gap:+.4f}  {told.low:+.4f} to {told.high:+.4f}")
     write_atomic(PREDICTED, json.dumps(known, indent=1) + "\n")
@@ -561,7 +573,7 @@ def beside_published() -> None:
     for arm, reported, errors in rows:
         row = []
         for parameters, gap in zip(GPT.values(), reported, strict=True):
-            told = published.predict(errors, parameters, 41.9e9)
+            told = published.predict(errors, parameters, 41.9e9, 80_000)  # 524,288 tokens a step
             ends = f"{signed(told.low)} to {signed(told.high)}"
             row.append(f"{signed(gap)}; {signed(told.gap)} ({ends})")
         print(f"| {arm} | {' | '.join(row)} |")
@@ -638,7 +650,7 @@ def draw_gaps(every: Mapping[str, Mapping[str, list[float]]]) -> str:
             if cell and cell.tokens == like.tokens:
                 points.append({"name": name, "x": cell.parameters / 1e6} | spread(found[arm]))
         for x in (2.5 * 1.25**i for i in range(24)):
-            y = published.predict(like.errors, x * 1e6, like.tokens).gap
+            y = published.predict(like.errors, x * 1e6, like.tokens, like.steps).gap
             lines.append({"name": name, "x": x, "y": y})
     by_bits = panel(
         alt.X("x:O", title="bits a number", sort=[*BITS], axis=alt.Axis(labelAngle=0)),
@@ -721,7 +733,7 @@ def figure(chart: alt.LayerChart | alt.VConcatChart, colors: Mapping[str, str]) 
 
 def show(found: law.Law, of: list[law.Cell]) -> None:
     for cell in of:
-        told = found.predict(cell.errors, cell.parameters, cell.tokens)
+        told = found.predict(cell.errors, cell.parameters, cell.tokens, cell.steps)
         print(
             f"{cell.name:36} NMSE {cell.errors.weights:.2e} {cell.errors.grads:.2e}  measured "
             f"{cell.gap:+.4f} ± {cell.error:.4f}  law {told.gap:+.4f}"

@@ -68,7 +68,8 @@ def of_arms(study: StudyConfig) -> tuple[dict[str, Gaps], np.ndarray, float]:
     tokens = next(iter(like.values())).tokens
     published = law.load_law()
     law_says = {
-        c.name: published.predict(c.errors, c.parameters, c.tokens).gap for c in cells(study)
+        c.name: published.predict(c.errors, c.parameters, c.tokens, c.steps).gap
+        for c in cells(study)
     }
     found = {}
     for arm in (arm.name for arm in study.arms if arm.role != "baseline"):

@@ -38,7 +38,10 @@ ROOT = Path(__file__).parents[2]
 fill = loaded("experiments/reference/fill.py")
 corpus = loaded("experiments/reference/corpus.py")
 # as its page says
-FITTED = tuple(f"reference_{size}" for size in ("10m", "3m", "10m_12m", "30m", "134m", "368m"))
+FITTED = (
+    *(f"reference_{size}" for size in ("10m", "3m", "10m_12m", "30m", "134m", "368m")),
+    *("reference_10m_more/zeropp_hadamard", "reference_10m_6000", "reference_10m_200m"),
+)
 
 
 def test_a_text_is_unpacked_only_if_it_is_the_pinned_one(
@@ -220,7 +223,7 @@ def test_predictions_are_counted_with_and_without_the_measured_error(
     told = {"gap": 0.010, "low": 0.008, "high": 0.012, "beyond": [], "commit": ""}
     measured = {"inside": (0.011, 1e-4), "by_error": (0.013, 2e-3), "outside": (0.013, 1e-4)}
     cells = [
-        script.law.Cell(f"reference_10m/{name}", script.law.Errors(0.1, 0.0), 1e7, 5e7, *gap)
+        script.law.Cell(f"reference_10m/{name}", script.law.Errors(0.1, 0.0), 1e7, 5e7, 1500, *gap)
         for name, gap in measured.items()
     ]
     known = tmp_path / "predicted.json"
@@ -250,7 +253,7 @@ def test_a_prediction_of_zero_is_right_where_the_gap_is_no_larger_than_its_error
 
     def hit(gap: float, error: float) -> Any:
         cell = script.law.Cell(
-            "reference_10m/w8", script.law.Errors(0.1, 0.0), 1e7, 5e7, gap, error
+            "reference_10m/w8", script.law.Errors(0.1, 0.0), 1e7, 5e7, 1500, gap, error
         )
         return script.Hit(cell, told, [gap - error, gap + error])
 
@@ -278,7 +281,7 @@ def test_arms_of_few_bits_send_at_most_3_2_bits_an_element_between_nodes(arm: st
 @pytest.mark.slow
 def test_the_published_law_is_what_the_kept_runs_give() -> None:
     script = loaded("experiments/reference/law.py")
-    found = script.law.fit([c for study in FITTED for c in script.measured(study)])
+    found = script.law.fit(script.cells_of(FITTED))
     known = script.law.load_law()
     assert (found.cells, found.ranges) == (known.cells, known.ranges)
     for one, other in ((found.values, known.values), (found.covariance, known.covariance)):
@@ -379,7 +382,7 @@ def test_gaps_are_shown_by_bits_by_study_and_by_size(
         "two": judged(3.0, g8_one_hop_plain=noise, w2_256_symmetric=noise),
         "longer": judged(3.0, w2_256_symmetric=noise),
     }
-    extents = {"one": (1e7, 5e7), "two": (1e8, 5e7), "longer": (1e7, 2e8)}
+    extents = {"one": (1e7, 5e7, 1500), "two": (1e8, 5e7, 1500), "longer": (1e7, 2e8, 6000)}
 
     def measured(study: str) -> list[Any]:
         names = [arm.name for arm in found[study].arms if arm.gaps]

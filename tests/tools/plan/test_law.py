@@ -19,16 +19,19 @@ from zpp_lab.models import build_model
 from zpp_lab.tools.plan import law
 from zpp_lab.tools.plan.planner import plan_command
 
-TRUE = dict(zip(law.NAMES, (-0.5, 0.8, -2.5, 1.1, 1.2, 0.15, -0.25, 0.5), strict=True))
+TRUE = dict(zip(law.NAMES, (-0.5, 0.8, -2.5, 1.1, 1.2, 0.15, -0.25, 0.5, 0.6), strict=True))
 
 
-def made(errors: law.Errors, parameters: float, tokens: float, noise: float = 0.0) -> law.Cell:
+def made(
+    errors: law.Errors, parameters: float, tokens: float, steps: float, noise: float = 0.0
+) -> law.Cell:
     tokens_read = tokens / law.TOKENS
     gap = math.exp(TRUE["ag"]) * errors.grads ** TRUE["pg"] * tokens_read ** TRUE["beta_g"]
+    gap *= (steps / law.STEPS) ** (TRUE["gamma"] * errors.unrotated)
     weights = math.exp(TRUE["aw"] + TRUE["s"] * errors.stochastic) * errors.weights ** TRUE["pw"]
     gap += weights * tokens_read ** TRUE["beta_w"]
     gap *= (parameters / law.PARAMETERS) ** TRUE["alpha"]
-    return law.Cell("", errors, parameters, tokens, gap * (1 + 0.03 * noise), 2e-4)
+    return law.Cell("", errors, parameters, tokens, steps, gap * (1 + 0.03 * noise), 2e-4)
 
 
 @cache
@@ -40,13 +43,15 @@ def grid(seed: int = 0) -> list[law.Cell]:
     draw = np.random.default_rng(seed)
     errors = [law.Errors(w, 0.0) for w in (1e-3, 1e-2, 0.1, 0.6)]
     errors += [law.Errors(0.0, g) for g in (0.02, 0.06, 0.3)]
+    errors += [law.Errors(0.0, g, unrotated=1.0) for g in (0.06, 0.3)]
     errors += [law.Errors(0.05, 0.05), law.Errors(0.02, 0.0, 1.0)]
-    sizes = [(3e6, 5e7), (1e7, 1.2e7), (1e7, 5e7), (3e7, 5e7)]
-    return [made(e, p, t, draw.standard_normal()) for e in errors for p, t in sizes]
+    runs = [(3e6, 5e7, 1500), (1e7, 1.2e7, 375), (1e7, 5e7, 1500), (3e7, 5e7, 1500)]
+    runs += [(1e7, 5e7, 6000)]
+    return [made(e, *run, draw.standard_normal()) for e in errors for run in runs]
 
 
 def test_fits_find_the_law_that_made_the_cells() -> None:
-    """Within two of the errors that they claim, in about as many of 32 values as normal ones."""
+    """Within two of the errors that they claim, in about as many of 36 values as normal ones."""
     near = []
     for seed in range(4):
         found = fitted(seed)
@@ -65,8 +70,8 @@ def test_intervals_hold_cells_that_were_not_fitted() -> None:
         found, draw = fitted(seed), np.random.default_rng(1000 + seed)
         for _ in range(50):
             errors = law.Errors(10 ** draw.uniform(-2.5, -0.3), 10 ** draw.uniform(-1.6, -0.6))
-            cell = made(errors, 1.3e8, 5e7, draw.standard_normal())
-            told = found.predict(errors, cell.parameters, cell.tokens)
+            cell = made(errors, 1.3e8, 5e7, 1500, draw.standard_normal())
+            told = found.predict(errors, cell.parameters, cell.tokens, cell.steps)
             inside += told.low <= cell.gap <= told.high
             total += 1
             assert told.beyond == ("parameters 1.3e+08, fitted 3e+06 to 3e+07",)
@@ -78,7 +83,7 @@ def test_a_prediction_for_tokens_beyond_those_fitted_is_wider() -> None:
     found, weights = fitted(0), law.Errors(0.1, 0.0)
 
     def factor(tokens: float) -> float:
-        told = found.predict(weights, 1e7, tokens)
+        told = found.predict(weights, 1e7, tokens, 1500)
         assert told.low < told.gap < told.high
         return told.high / told.gap
 
@@ -86,6 +91,22 @@ def test_a_prediction_for_tokens_beyond_those_fitted_is_wider() -> None:
     assert factor(5e7) < 1.3
     assert 1.8 < factor(2e8) < factor(2e9)
     assert factor(3e6) > 1.8
+
+
+def test_steps_raise_the_gaps_of_gradients_that_are_not_rotated() -> None:
+    """Beyond the steps that were fitted predictions are wider, and say so."""
+    found = fitted(0)
+    plain, rotated = law.Errors(0.0, 0.06, unrotated=1.0), law.Errors(0.0, 0.06)
+
+    def gap(errors: law.Errors, steps: int) -> float:
+        return found.predict(errors, 1e7, 5e7, steps).gap
+
+    assert gap(plain, 6000) > 1.5 * gap(plain, 1500)
+    assert gap(rotated, 6000) == gap(rotated, 1500) == pytest.approx(gap(plain, 1500))
+    near, far = (found.predict(plain, 1e7, 5e7, steps) for steps in (6000, 60000))
+    assert far.high / far.gap > near.high / near.gap
+    assert not any("steps" in text for text in near.beyond)
+    assert any("steps" in text for text in far.beyond)
 
 
 def test_too_few_cells_are_refused() -> None:
@@ -110,6 +131,9 @@ def test_a_recipes_errors_are_those_of_its_codecs() -> None:
     two = errors("recipe=base", "recipe.grads.bits=4", "recipe.hops=2")
     one = errors("recipe=base", "recipe.grads.bits=4", "recipe.hops=1")
     assert two.grads == pytest.approx(2 * one.grads)
+    assert two.unrotated == pytest.approx(1)
+    rotated = errors("recipe=base", "recipe.grads.bits=4", "recipe.grads.hadamard=64")
+    assert rotated.unrotated == 0 < rotated.grads
 
 
 def test_sparse_gradients_err_by_what_they_leave_out() -> None:
@@ -119,7 +143,7 @@ def test_sparse_gradients_err_by_what_they_leave_out() -> None:
     assert some.weights == 0
     assert some.grads == pytest.approx(2 * law.nmse(TopKCodec(torch.float32, 2), True), rel=0.02)
     assert 1 < some.grads < 2
-    told = law.load_law().predict(some, 1e7, 5e7)
+    told = law.load_law().predict(some, 1e7, 5e7, 1500)
     assert any("gradients' NMSE" in text for text in told.beyond)
 
 

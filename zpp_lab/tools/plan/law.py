@@ -1,13 +1,17 @@
-"""What a recipe's bits cost in held-out loss, by a law fitted to runs from random weights.
+"""What a recipe's bits cost in held-out loss: a formula fitted to runs from random weights.
 
-    gap = (e^aw · e^(s·r) · Nw^pw · d^βw + e^ag · Ng^pg · d^βg) · (P / 10⁷)^α       nats a token
+    gap = (e^aw e^(s r) Nw^pw d^beta_w + e^ag Ng^pg d^beta_g S^(gamma u)) (P / 10^7)^alpha
+                                                                              nats a token
 
-Nw: NMSE, Σ(y-x)² / Σx², of what the forward's gather makes of the weights, over all of them; r: the
-share of it that is stochastically rounded. Ng: the same of the gradients, added up over the hops.
-P: parameters in blocks. d: tokens read, over 5·10⁷. NMSE is a codec's on a sample (`nmse`), so that
-a recipe that never ran has one: a normal one for weights; for gradients normal with a scale that
-varies log-normally, by as much as telemetry asks for after 5·10⁷ tokens. After more it is another,
-so gradients have an exponent of their own.
+Nw: NMSE, sum (y-x)^2 / sum x^2, of what the forward's gather makes of the weights, over all of
+them; r: the share of it that is stochastically rounded. Ng: the same of the gradients, added up
+over the hops; u: the share of it that is not rotated. P: parameters in blocks. d: tokens read, over
+5e7. S: steps, over 1500. NMSE is a codec's on a sample (`nmse`), so that a recipe that never ran
+has one: a normal one for weights; for gradients normal with a scale that varies log-normally, by as
+much as telemetry asks for after 5e7 tokens.
+
+Gaps of unrotated 4-bit gradients grow with the number of steps on the same tokens, those of rotated
+gradients and of weights do not (eight seeds, experiments/reference/LOSS.md): so gamma acts on u.
 
 Chen et al. (2025, arXiv 2505.14302) fit what quantization-aware training costs as a product of
 powers of size, tokens and the group's size; here NMSE takes the group's place, so that bits, blocks
@@ -44,7 +48,7 @@ from zpp_lab.engines.units import ROOT
 from zpp_lab.files import conf_dir, parse_json, write_atomic
 
 Vector = NDArray[np.float64]
-NAMES = ("aw", "pw", "ag", "pg", "s", "alpha", "beta_w", "beta_g")
+NAMES = ("aw", "pw", "ag", "pg", "s", "alpha", "beta_w", "beta_g", "gamma")
 PRIOR = {  # mean and standard deviation
     "aw": (0.0, 3.0),
     "pw": (1.0, 0.3),
@@ -54,14 +58,15 @@ PRIOR = {  # mean and standard deviation
     "alpha": (0.0, 0.4),
     "beta_w": (0.0, 0.4),
     "beta_g": (0.0, 0.4),
+    "gamma": (0.0, 0.4),
 }
-PARAMETERS, TOKENS = 1e7, 5e7  # of the law's unit
+PARAMETERS, TOKENS, STEPS = 1e7, 5e7, 1500  # the formula's units
 MISFIT = (math.log(0.1), 0.7)  # prior of its log: few cells cannot rule out a tenth of a gap
 CONFIDENCE, QUANTILE = 0.90, 1.6448536  # two-sided, normal
 MISFITS = tuple(0.02 * 1.25**i for i in range(18))  # shares of a gap that are tried
 FLOOR = 3e-4  # nats: what the order of sums alone moves a gap
-# standard deviation of a gap's logarithm, for each unit of log tokens beyond those fitted: after
-# four times as many ZeRO++'s gap was 1.9 times what the law said, those of weights 0.4 to 0.6 times
+# standard deviation of a gap's logarithm, for each unit of log tokens or log steps beyond those
+# fitted: a fit that knew at most 5e7 tokens and 1,500 steps missed by so much after four times both
 DRIFT = 0.5
 SAMPLE = (8, 2**15)  # rows of a sample and elements of a row
 TAIL = 0.35  # standard deviation of a gradient's log-scale
@@ -69,12 +74,13 @@ TAIL = 0.35  # standard deviation of a gradient's log-scale
 
 @dataclass(frozen=True)
 class Errors:
-    """Of a recipe on a model: NMSE of weights and of gradients, 0 to about 1, and the share of the
-    weights' that is stochastically rounded."""
+    """Of a recipe on a model: NMSE of weights and of gradients, 0 to about 1, the share of the
+    weights' that is stochastically rounded and that of the gradients' that is not rotated."""
 
     weights: float
     grads: float
     stochastic: float = 0.0
+    unrotated: float = 0.0
 
     @classmethod
     def of(cls, plan: Plan) -> Errors:
@@ -82,8 +88,11 @@ class Errors:
         weights = [u.forward for u in plan.units]
         random = _mean(weights, lambda c: nmse(c, False) if c.stochastic else 0.0)
         whole = _mean(weights, lambda c: nmse(c, False))
-        grads = [_mean([u.hops[h] for u in plan.units], lambda c: nmse(c, True)) for h in hops]
-        return cls(whole, sum(grads), random / whole if whole else 0.0)
+        every = [[u.hops[h] for u in plan.units] for h in hops]
+        grads = sum(_mean(hop, lambda c: nmse(c, True)) for hop in every)
+        plain = sum(_mean(hop, lambda c: 0.0 if c.rotation else nmse(c, True)) for hop in every)
+        shares = random / whole if whole else 0.0, plain / grads if grads else 0.0
+        return cls(whole, grads, *shares)
 
 
 def _mean(layouts: Sequence[Layout], of: Callable[[Codec], float]) -> float:
@@ -118,6 +127,7 @@ class Cell:
     errors: Errors
     parameters: float
     tokens: float
+    steps: float
     gap: float
     error: float
 
@@ -151,18 +161,24 @@ class Law:
                 f"a scaling law has {n} values, {', '.join(NAMES)}, and their covariance"
             )
 
-    def predict(self, errors: Errors, parameters: float, tokens: float) -> Prediction:
-        """The gap of a run with so many parameters in blocks and tokens."""
-        cell = Cell("", errors, parameters, tokens, 0.0, 1.0)
+    def predict(
+        self, errors: Errors, parameters: float, tokens: float, steps: float
+    ) -> Prediction:
+        """Predict the gap of a run with so many parameters in blocks, tokens and steps."""
+        cell = Cell("", errors, parameters, tokens, steps, 0.0, 1.0)
         at = np.array(self.values)
         gap, slope = _gap(at, cell), _slope(at, cell)
-        least, most = self.ranges.get("tokens", (tokens, tokens))
-        outside = math.log(max(least / tokens, tokens / most, 1.0))
+        outside = max(self._outside("tokens", tokens), self._outside("steps", steps))
         unknown = (self.misfit**2 + (DRIFT * outside) ** 2) * gap**2
         spread = math.sqrt(slope @ np.array(self.covariance) @ slope + unknown)
         factor = math.exp(QUANTILE * spread / gap) if gap else 1.0  # a gap's logarithm is normal
         order = QUANTILE * FLOOR
         return Prediction(gap, gap / factor - order, gap * factor + order, self._beyond(cell))
+
+    def _outside(self, name: str, value: float) -> float:
+        """How far a quantity lies beyond those fitted, as a logarithm; 0 within."""
+        least, most = self.ranges.get(name, (value, value))
+        return math.log(max(least / value, value / most, 1.0))
 
     def _beyond(self, cell: Cell) -> tuple[str, ...]:
         found = []
@@ -228,18 +244,19 @@ def covers(config: Config, plan: Plan) -> bool:
     return not (others or model.lora.on or later)
 
 
-def extent(config: Config, plan: Plan) -> tuple[int, int]:
-    """A run's parameters in blocks, and the tokens that all ranks read."""
+def extent(config: Config, plan: Plan) -> tuple[int, int, int]:
+    """Return a run's parameters in blocks, the tokens that all ranks read, and its steps."""
     train, blocks = config.train, [u.unit for u in plan.units if u.unit.name != ROOT]
     parameters = sum(p.numel for unit in blocks for p in unit.parameters)
     tokens = train.steps * train.micro_steps * train.batch_size * config.data.seq_len
-    return parameters, tokens * config.cluster.world
+    return parameters, tokens * config.cluster.world, train.steps
 
 
 def _quantities(cell: Cell) -> Mapping[str, float]:
     return {
         "parameters": cell.parameters,
         "tokens": cell.tokens,
+        "steps": cell.steps,
         "weights' NMSE": cell.errors.weights,
         "stochastically rounded weights' NMSE": cell.errors.weights * cell.errors.stochastic,
         "gradients' NMSE": cell.errors.grads,
@@ -254,7 +271,9 @@ def _gap(at: Vector, cell: Cell) -> float:
         power = v["pw"] * math.log(errors.weights)
         gap += math.exp(v["aw"] + rounding + power + v["beta_w"] * log_d)
     if errors.grads:
-        gap += math.exp(v["ag"] + v["pg"] * math.log(errors.grads) + v["beta_g"] * log_d)
+        steps = v["gamma"] * errors.unrotated * math.log(cell.steps / STEPS)
+        power = v["pg"] * math.log(errors.grads)
+        gap += math.exp(v["ag"] + power + v["beta_g"] * log_d + steps)
     return gap * math.exp(v["alpha"] * math.log(cell.parameters / PARAMETERS))
 
 
