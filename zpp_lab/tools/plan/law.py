@@ -161,9 +161,7 @@ class Law:
                 f"a scaling law has {n} values, {', '.join(NAMES)}, and their covariance"
             )
 
-    def predict(
-        self, errors: Errors, parameters: float, tokens: float, steps: float
-    ) -> Prediction:
+    def predict(self, errors: Errors, parameters: float, tokens: float, steps: float) -> Prediction:
         """Predict the gap of a run with so many parameters in blocks, tokens and steps."""
         cell = Cell("", errors, parameters, tokens, steps, 0.0, 1.0)
         at = np.array(self.values)
