@@ -160,6 +160,7 @@ text { fill: #c9d1d9 } .title { fill: #f0f3f6 }
 
 def draw(found: Sequence[Lead]) -> str:
     """Return the figure as SVG, which is dark where the reader's screen is."""
+    found = [one for one in found if one.arm in {line.arm for line in LINES}]
     links = sorted({one.link_gbps for one in found})
     top = math.ceil(max(one.high for one in found) + 0.5)
     x = {
@@ -173,8 +174,8 @@ def draw(found: Sequence[Lead]) -> str:
     def y(lead: float) -> float:
         return BOTTOM - (BOTTOM - TOP) * lead / top
 
-    bound = any(one.how == BOUND for one in found)
-    note = "bounds of two calls" if bound else "lowest and highest call"
+    bound, several = any(one.how == BOUND for one in found), max(one.calls for one in found) > 1
+    note = "bounds of two calls" if bound else "lowest and highest call" if several else "one call"
     parts = [
         text(16, 32, "Training speed, times the strongest", "title"),
         text(16, 58, "uncompressed setting", "title"),
@@ -186,9 +187,10 @@ def draw(found: Sequence[Lead]) -> str:
     parts += [text(x[link], BOTTOM + 24, f"{link:g}", anchor="middle") for link in links]
     parts.append(rule("base thick", (LEFT, y(1)), (WIDTH - RIGHT, y(1))))
     parts.append(text(LEFT + 16, y(1) + 24, UNCOMPRESSED))
+    labels: dict[float, tuple[float, str]] = {}  # by x: the height and text of the one drawn last
     for line in LINES:
         own = sorted((o for o in found if o.arm == line.arm), key=lambda o: o.link_gbps)
-        parts += drawn(line, own, x, y)
+        parts += drawn(line, own, x, y, labels)
     light, dark = (
         "".join(
             f".{line.arm} {{ fill: {c}; stroke: {c} }} text.{line.arm} {{ stroke: none }}\n"
@@ -205,16 +207,26 @@ def draw(found: Sequence[Lead]) -> str:
 
 
 def drawn(
-    line: Line, own: Sequence[Lead], x: Mapping[float, float], y: Callable[[float], float]
+    line: Line,
+    own: Sequence[Lead],
+    x: Mapping[float, float],
+    y: Callable[[float], float],
+    labels: dict[float, tuple[float, str]],
 ) -> list[str]:
-    """Return the elements of one arm: its line, a point and its ends at each link, its labels."""
+    """Return the elements of one arm: its line, a point and its ends at each link, its labels. One
+    that would cover another arm's stands above the point, and is left out where both are equal."""
     middles = [(x[one.link_gbps], y(math.sqrt(one.low * one.high))) for one in own]
     joined = " ".join(f"{a:.1f},{b:.1f}" for a, b in middles)
     parts = [f'<polyline class="{line.arm} thick" style="fill: none" points="{joined}"/>']
     for one, (a, b) in zip(own, middles, strict=True):
         parts.append(rule(f"{line.arm} thick", (a, y(one.low)), (a, y(one.high))))
         parts.append(f'<circle class="{line.arm}" cx="{a:.1f}" cy="{b:.1f}" r="5"/>')
-        parts.append(text(a, y(one.low) + 26, f"{one.text}×", f"{line.arm} value", "middle"))
+        at, (height, other) = y(one.low) + 26, labels.get(a, (0.0, ""))
+        covers = abs(at - height) < 22
+        if not (covers and other == one.text):
+            at = y(one.high) - 14 if covers else at
+            parts.append(text(a, at, f"{one.text}×", f"{line.arm} value", "middle"))
+        labels[a] = at, one.text
     (left, first), (_, last) = middles[0], middles[-1]
     parts.append(text(left + 20, min(first, last) - 14, line.label, line.arm))
     return parts
