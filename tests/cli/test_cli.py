@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from zpp_lab.codecs import CodecBase, SegmentNoise, registry
 from zpp_lab.runs.wandb.folder import run_folders
 from zpp_lab.runs.wandb.sink import follow
 from zpp_lab.study.judge.verdict import read_result
+from zpp_lab.study.run.progress import Countdown
 
 TINY = [*SHAPE, "train.steps=2", "train.eval_tokens=64"]
 
@@ -42,11 +45,30 @@ def test_train_and_report(here: list[str], capsys: pytest.CaptureFixture[str]) -
     assert Path("runs/report.html").stat().st_size > 100_000
 
 
-def test_a_sweep_names_folders_by_what_was_swept(here: list[str], monkeypatch) -> None:
+def test_a_sweep_names_folders_by_what_was_swept(here: list[str], monkeypatch, capsys) -> None:
     monkeypatch.setenv("ZPP_SWEEP_DIR", "sweep")
     assert main(["train", "-m", *here, "recipe.weights.bits=null,4", "seed=1,2"]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("run ")]
+    assert [line.split(",")[0] for line in said] == [f"run {i} of 4" for i in (1, 2, 3, 4)]
     found = sorted(str(p.parent.relative_to("sweep")) for p in Path("sweep").rglob("summary.json"))
     assert found == [f"recipe.weights.bits={b}/seed{s}" for b in ("4", "null") for s in (1, 2)]
+
+
+def test_a_sweep_tells_how_long_the_rest_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the mean of the runs that were trained now, failed ones too."""
+    clock, out = [0.0], io.StringIO()
+    monkeypatch.setattr("zpp_lab.study.run.progress.time.monotonic", lambda: clock[0])
+    countdown = Countdown(12, out)
+    for seconds, ended in ((0, True), (100, False), (140, False), (24, False)):
+        with suppress(ValueError), countdown.run(ended):
+            clock[0] += seconds
+            if seconds == 140:
+                raise ValueError("diverged")
+    assert out.getvalue().splitlines() == [
+        *("run 1 of 12", "run 2 of 12"),
+        "run 3 of 12, about 17 minutes left",  # ten of 100 s
+        "run 4 of 12, about 18 minutes left",  # nine of 120 s
+    ]
 
 
 def test_a_sweep_goes_on(here: list[str], monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,6 +37,8 @@ from zpp_lab.config.load import readable, setting_of, written
 from zpp_lab.config.schema import Config
 from zpp_lab.files import conf_dir, conf_names, listed_names
 from zpp_lab.study.run.batch import check_sbatch, hydra_settings, jobs_of
+from zpp_lab.study.run.progress import Countdown
+from zpp_lab.train.launch.place import placed
 from zpp_lab.train.piece import PAUSED, UNFINISHED
 
 
@@ -44,11 +46,13 @@ def multirun(overrides: list[str]) -> int:
     """Run Hydra's multirun over `overrides`; returns 0, or raises what a job raised: ValueError
     with the valid names where it is an override."""
     overrides = _placed(overrides)
-    drawn = hydra_settings([*own_files(), *overrides]).sweeper.get("params") or {}
+    by = hydra_settings([*own_files(), *overrides])
+    drawn = by.sweeper.get("params") or {}
     varying = _check_each(overrides) | {setting_of(f"{name}=") for name in drawn}
+    countdown = _countdown(overrides, by)
 
     def job(composed: DictConfig) -> float:
-        return _job(composed, varying)
+        return _job(composed, varying, countdown)
 
     try:
         _check_names(overrides)
@@ -99,7 +103,7 @@ def planned_sweep(overrides: list[str]) -> Sweep:
     _check_names(overrides)
     by = hydra_settings([*own_files(), *overrides])
     sweeper, launcher = (by.runtime.choices[f"hydra/{name}"] for name in ("sweeper", "launcher"))
-    own = [word for word in overrides if not setting_of(word).startswith(("hydra.", "hydra/"))]
+    own = _own(overrides)
     params = by.sweeper.get("params") or {}
     own = [*(_without_glob(f"{name}={value}") for name, value in params.items()), *own]
     parsed = [OverridesParser.create().parse_override(word) for word in own]
@@ -161,7 +165,7 @@ def _slurm_words(overrides: list[str]) -> list[str]:
     if chosen == "basic":
         return []
     told = [word for word in overrides if setting_of(word).startswith("hydra.launcher.")]
-    own = [word for word in overrides if not setting_of(word).startswith(("hydra.", "hydra/"))]
+    own = _own(overrides)
     parsed = [OverridesParser.create().parse_override(word) for word in own]
     known = [one for one in parsed if not one.is_sweep_override() or one.is_discrete_sweep()]
     (jobs,) = BasicSweeper.split_arguments(known, None)
@@ -193,7 +197,7 @@ def _check_each(overrides: list[str]) -> set[str]:
     """The settings that differ between jobs, apart from the recipe's name. ValueError for a value
     that no job could have, before the first job. Each is looked at once, beside the first values of
     what else is swept: all combinations would take too long."""
-    own = [word for word in overrides if not setting_of(word).startswith(("hydra.", "hydra/"))]
+    own = _own(overrides)
     values = [_values(word) for word in own]
     first = [of[:1] for of in values]
     base = compose([word for of in first for word in of])
@@ -250,7 +254,24 @@ def _command_line(*words: str) -> Iterator[None]:
             del os.environ["HYDRA_FULL_ERROR"]
 
 
-def _job(composed: DictConfig, varying: set[str]) -> float:
+def _countdown(overrides: list[str], by: DictConfig) -> Countdown | None:
+    """None where runs are other processes', or another rank says it."""
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")
+    if by.runtime.choices["hydra/launcher"] != "basic" or (placed(os.environ) and rank != "0"):
+        return None
+    if by.runtime.choices["hydra/sweeper"] != "basic":
+        return Countdown(by.sweeper.get("n_trials"))
+    params = (by.sweeper.get("params") or {}).items()
+    swept = [*(_without_glob(f"{name}={value}") for name, value in params), *_own(overrides)]
+    return Countdown(math.prod(len(_values(word)) for word in swept))
+
+
+def _own(overrides: list[str]) -> list[str]:
+    """Without Hydra's own settings."""
+    return [word for word in overrides if not setting_of(word).startswith(("hydra.", "hydra/"))]
+
+
+def _job(composed: DictConfig, varying: set[str], countdown: Countdown | None) -> float:
     """One job; returns the held-out loss, for sweepers that optimize."""
     from zpp_lab.train.inputs import check_run
     from zpp_lab.train.launch.launcher import RankFailed, launch, leave, queue_again
@@ -263,9 +284,11 @@ def _job(composed: DictConfig, varying: set[str]) -> float:
         composed.run.dir = composed.run.dir or folder
         composed.run.arm = composed.run.arm or arm_name(to_config(composed), varying)
     config = to_config(composed)
-    if not has_ended(config):
-        check_run(config)
-    summary = launch(config)
+    ended = has_ended(config)
+    with countdown.run(ended) if countdown else nullcontext():
+        if not ended:
+            check_run(config)
+        summary = launch(config)
     leave(at_exit=True)  # a rank that srun started has still to write down what this returns
     if why := queue_again(summary):
         raise RankFailed(why)

@@ -13,7 +13,8 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -86,6 +87,40 @@ class Progress:
     def _remaining(self, done: int) -> float | None:
         elapsed = time.monotonic() - self._start
         return elapsed / done * max(0, self._steps - done) if done else None
+
+
+class Countdown:
+    """Says before each run of a sweep which of how many it is and, by the mean time of those
+    before, how long the rest will take. total None: unknown."""
+
+    def __init__(self, total: int | None, stream: TextIO | None = None) -> None:
+        self._total, self._stream = total, stream or sys.stderr
+        self._index, self._took = 0, list[float]()
+
+    @contextmanager
+    def run(self, ended: bool) -> Iterator[None]:
+        """One run; `ended`: in an earlier call, so its time says nothing."""
+        self._index += 1
+        self._stream.write(f"{self._line()}\n")
+        self._stream.flush()
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            if not ended:
+                self._took.append(time.monotonic() - began)
+
+    def _line(self) -> str:
+        if self._total is None:
+            return f"run {self._index}"
+        text = f"run {self._index} of {self._total}"
+        if not self._took:
+            return text
+        minutes = round(fmean(self._took) * (self._total - self._index + 1) / 60)
+        left = (
+            f"about {minutes} minute{'' if minutes == 1 else 's'}" if minutes else "under a minute"
+        )
+        return f"{text}, {left} left"
 
 
 def duration(seconds: float | None) -> str:
