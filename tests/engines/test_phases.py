@@ -164,10 +164,19 @@ def test_a_share_is_a_step_of_the_run_and_what_is_set_stays() -> None:
     assert [config.at(done).recipe.hops for done in (0, 119, 120, 180)] == [1, 1, 2, 2]
 
 
+@pytest.mark.parametrize(("steps", "first"), [(180, [0, 90, 94, 99]), (8, [0, 4, 5, 6])])
+def test_shares_of_few_steps_keep_their_order(steps: int, first: list[int]) -> None:
+    phases = [f"{{after:{a},weights:{{bits:{b}}}}}" for a, b in ((0.5, 4), (0.52, 6), (0.55, 2))]
+    config = compose(["recipe=w8", f"train.steps={steps}", f"recipe.phases=[{','.join(phases)}]"])
+    assert [p.first for p in config.phases] == first
+
+
 @pytest.mark.parametrize(
     ("phases", "said"),
     [
         (["{after:0.5,weights:{bits:4}}", "{after:90,weights:{bits:2}}"], "begins at step 90"),
+        (["{after:0.5,weights:{bits:4}}", "{after:0.5,weights:{bits:2}}"], r"recipe\.phases"),
+        (["{after:0.5,weights:{bits:4}}", "{after:0.4,weights:{bits:2}}"], r"recipe\.phases"),
         (["{after:20,weights:{bits:4}}", "{after:10,weights:{bits:2}}"], r"recipe\.phases"),
         (["{after:180,weights:{bits:4}}"], "train.steps=180"),
         (["{after:1.0,weights:{bits:4}}"], "after=1.0: use steps, a whole number from 1"),

@@ -69,6 +69,7 @@ PLUGINS = {  # of Hydra, which extras of zpp_lab install → the extra
     "hydra/sweeper/optuna": "optuna",
 }
 EXAMPLES = {"recipe/tagc": "examples/tagc"}  # plugins of a checkout, with files of their own
+_LENGTH = ("train.steps", "train.warmup_steps", "train.eval_every")
 _SHAPE = ("dim", "layers", "heads", "kv_heads", "ffn")
 _DETAILS = ("tied_head", "rope_theta", "norm_eps", "qk_norm")
 OWNERS = {  # settings that only this engine or model heeds; of others `Config` itself says so
@@ -362,6 +363,8 @@ def load_study(
         own = [w for w in own if not re.match(r"engine=|cluster[.=]", str(w))]
     values["overrides"] = [*own, *overrides]
     _choose(name, values, values.pop("only", None))
+    if whole:
+        _shorten(values["arms"])
     try:
         study = load(StudyConfig, values)
         study.check_folders()
@@ -426,6 +429,14 @@ def _as_rehearsal(values: dict[str, Any], whole: str, name: str) -> dict[str, An
     own = [str(w).replace(f"runs/{whole}_", f"runs/{name}_") for w in values.get("overrides", [])]
     own = [word for word in own if setting_of(word) not in shape]
     return mini | {"name": name, "overrides": [*own, *mini["overrides"]]}
+
+
+def _shorten(arms: Any) -> None:
+    """Take from a rehearsal's arms what they say of their length: an arm of 12,000 steps is
+    rehearsed in as few as the others."""
+    for arm in arms if isinstance(arms, list) else ():
+        if isinstance(arm, dict) and isinstance(arm.get("overrides"), list):
+            arm["overrides"] = [w for w in arm["overrides"] if setting_of(str(w)) not in _LENGTH]
 
 
 def _study_path(name: str) -> Path:

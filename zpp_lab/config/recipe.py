@@ -249,12 +249,15 @@ class RecipeConfig:
     def phased(self, steps: int) -> list[tuple[int, RecipeConfig]]:
         """What holds in a run of `steps`: by the steps that are done when it begins, from 0 on,
         each a recipe without phases. ValueError for phases out of order, or that never begin or
-        change nothing."""
+        change nothing. Of shares that come to one step the later one begins a step later."""
         begun, recipe = 0, replace(self, phases=[])
         found = [(begun, recipe)]
         for i, phase in enumerate(self.phases):
             first, place = phase.first_step(steps), f"recipe.phases[{i}]"
             said = f"{place}.after={phase.after}"
+            earlier = self.phases[i - 1].after if i else 0
+            if {type(phase.after), type(earlier)} == {float} and phase.after > earlier:
+                first = max(first, begun + 1)  # of few steps both may come to the same one
             _need(
                 first < steps,
                 f"{said}: train.steps={steps} ends before this phase begins; use a smaller "

@@ -10,6 +10,7 @@ import pytest
 
 from zpp_lab.config.compose import compose, load_study, study_names
 from zpp_lab.config.flat import flat_config
+from zpp_lab.config.load import setting_of
 from zpp_lab.config.recipe import POINTS
 from zpp_lab.config.schema import WIRES, Config
 from zpp_lab.config.study import ArmConfig, StudyConfig
@@ -71,10 +72,29 @@ def test_every_study_has_a_question_a_baseline_and_controls(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_study_can_be_rehearsed(name: str) -> None:
-    config = config_of(f"{name}_mini", study_of(name).baseline)
-    assert (config.engine.device, config.train.steps, config.data.seq_len) == ("cpu", 8, 64)
-    assert config.train.micro_steps == 1
-    assert config.model.layers == 2 or name == "scale"  # whose arms are sizes
+    mini, baseline = study_of(f"{name}_mini"), study_of(name).baseline
+    assert [arm.name for arm in mini.arms] == [arm.name for arm in study_of(name).arms]
+    for arm in mini.arms:
+        config = config_of(mini.name, arm.name)
+        assert config.phases[0].first == 0
+        assert (config.engine.device, config.data.seq_len) == ("cpu", 64)
+        assert config.model.layers == 2 or name == "scale"  # whose arms are sizes
+        assert config.train.micro_steps == 1 or arm.name != baseline
+        _is_short(config)
+
+
+@pytest.mark.parametrize("name", ["tokens_tiny", "token_curve", "scale", "nudged_tiny"])
+def test_arms_with_steps_of_their_own_are_rehearsed_in_as_few(name: str) -> None:
+    lengths = [{setting_of(w) for w in arm.overrides} for arm in study_of(name).arms]
+    if name in ("tokens_tiny", "token_curve"):
+        assert all("train.steps" in own for own in lengths)
+    for arm in study_of(f"{name}_mini").arms[-3:]:
+        _is_short(config_of(f"{name}_mini", arm.name))
+
+
+def _is_short(config: Config) -> None:
+    train = config.train
+    assert (train.steps, train.warmup_steps, train.eval_every) == (8, 5, 4)
 
 
 @pytest.mark.parametrize(
