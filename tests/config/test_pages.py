@@ -3,6 +3,7 @@ and README's figures are those of their sources."""
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
 
@@ -79,6 +80,38 @@ def test_the_readmes_figures_are_those_of_their_sources() -> None:
 def test_the_headlines_recipe_is_the_arm_that_was_measured() -> None:
     arm = next(a for a in load_study("reference_10m").arms if a.name == "diff_g84h")
     assert compose(["recipe=diff_g84h"]).recipe == compose(arm.overrides).recipe
+
+
+def test_the_page_on_time_to_loss_is_short_and_says_what_its_table_says() -> None:
+    """The page begins with few bullets and one figure; times in text are those of the csv."""
+    folder = ROOT / "experiments" / "reference"
+    page = (folder / "README.md").read_text()
+    before = page.partition("](time_to_loss.svg)")[0]
+    answer = before.partition("**Answer.**")[2]
+    assert 1 <= len(re.findall(r"^- ", answer, re.M)) <= 5
+    assert len(re.findall(r"!\[", page)) == 1
+    assert len(tables(page)) == 1
+    for heading in ("**Question.**", "**Limits**", "## How to run", "## What a run costs"):
+        assert heading in page, heading
+    assert "emulated on one host" in answer.partition(". ")[0]
+    listed = (ROOT / "experiments" / "README.md").read_text()
+    line = next(row for row in listed.splitlines() if row.startswith("| [reference](reference) |"))
+    cells = list(csv.DictReader((folder / "time_to_loss.csv").open(newline="")))
+    for arm, link, texts in [
+        ("diff_g84h", "12 Gb/s", (answer, line)),
+        ("zeropp", "12 Gb/s", (answer, line)),
+        ("diff3_g83", "12 Gb/s", (answer,)),
+        ("diff_g84h", "25 Gb/s", (answer,)),
+        ("zeropp", "25 Gb/s", (answer,)),
+        ("diff3_g83", "25 Gb/s", (answer,)),
+        ("diff_g84h", "50 Gb/s", (answer,)),
+        ("zeropp", "50 Gb/s", (answer,)),
+    ]:
+        own = [c for c in cells if (c["arm"], c["link"], c["shape"]) == (arm, link, "2 × 2")]
+        time = f"{100 * float(min(own, key=lambda c: int(c['steps']))['time']):.0f}"
+        for text in texts:
+            said = next(s for s in text.split("\n") if link in s)
+            assert re.search(rf"\b{time}\b", said), (arm, link, time)
 
 
 def words(text: str) -> list[str]:
