@@ -39,6 +39,7 @@ from typing import Any
 
 import altair as alt
 import vl_convert
+from fit_law import fit
 
 from zpp_lab.codecs import BlockCodec
 from zpp_lab.config.compose import compose, load_study
@@ -149,10 +150,10 @@ DARK = {  # what the figure's colours are on a dark screen
 def main() -> int:
     command, *studies = sys.argv[1:]
     if command == "fit":
-        found = law.fit(cells_of(studies))
+        found = fit(cells_of(studies))
         path = conf_dir() / "law" / "reference.json"
         path.parent.mkdir(exist_ok=True)
-        found.save(path)
+        write_atomic(path, json.dumps(asdict(found), indent=1) + "\n")
         for i, (name, value) in enumerate(zip(law.NAMES, found.values, strict=True)):
             print(f"{name:6} {value:+.3f} ± {math.sqrt(found.covariance[i][i]):.3f}")
         print(f"misfit {found.misfit:.1%} of a gap, {found.cells} cells")

@@ -281,7 +281,7 @@ def test_arms_of_few_bits_send_at_most_3_2_bits_an_element_between_nodes(arm: st
 @pytest.mark.slow
 def test_the_published_law_is_what_the_kept_runs_give() -> None:
     script = loaded("experiments/reference/law.py")
-    found = script.law.fit(script.cells_of(FITTED))
+    found = script.fit(script.cells_of(FITTED))
     known = script.law.load_law()
     assert found.cells == known.cells
     assert found.ranges.keys() == known.ranges.keys()

@@ -17,19 +17,16 @@ Chen et al. (2025, arXiv 2505.14302) fit what quantization-aware training costs 
 powers of size, tokens and the group's size; here NMSE takes the group's place, so that bits, blocks
 and zero points are one quantity. Kumar et al. (2024, arXiv 2411.04330) have bits themselves.
 
-`fit` takes the most probable exponents under wide normal priors (`PRIOR`). Cells are weighted by
-their scatter over seeds and by the misfit with the largest evidence; that and the intervals are
-Laplace's approximation. A prediction says where it leaves what was fitted; for tokens beyond that
-it is wider (`DRIFT`).
+`values` are fitted by experiments/reference/fit_law.py. A prediction says where it leaves what was
+fitted; for tokens or steps beyond that it is wider (`DRIFT`).
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, field
+from dataclasses import field
 from pathlib import Path
 
 import numpy as np
@@ -45,25 +42,12 @@ from zpp_lab.collectives.plan import Plan
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.units import ROOT
-from zpp_lab.files import conf_dir, parse_json, write_atomic
+from zpp_lab.files import conf_dir, parse_json
 
 Vector = NDArray[np.float64]
 NAMES = ("aw", "pw", "ag", "pg", "s", "alpha", "beta_w", "beta_g", "gamma")
-PRIOR = {  # mean and standard deviation
-    "aw": (0.0, 3.0),
-    "pw": (1.0, 0.3),
-    "ag": (-2.0, 3.0),
-    "pg": (1.0, 0.3),
-    "s": (0.7, 0.7),  # of log: stochastic rounding doubles an error's cost, or does not
-    "alpha": (0.0, 0.4),
-    "beta_w": (0.0, 0.4),
-    "beta_g": (0.0, 0.4),
-    "gamma": (0.0, 0.4),
-}
 PARAMETERS, TOKENS, STEPS = 1e7, 5e7, 1500  # the formula's units
-MISFIT = (math.log(0.1), 0.7)  # prior of its log: few cells cannot rule out a tenth of a gap
 CONFIDENCE, QUANTILE = 0.90, 1.6448536  # two-sided, normal
-MISFITS = tuple(0.02 * 1.25**i for i in range(18))  # shares of a gap that are tried
 FLOOR = 3e-4  # nats: what the order of sums alone moves a gap
 # standard deviation of a gap's logarithm, for each unit of log tokens or log steps beyond those
 # fitted: a fit that knew at most 5e7 tokens and 1,500 steps missed by so much after four times both
@@ -165,7 +149,7 @@ class Law:
         """Predict the gap of a run with so many parameters in blocks, tokens and steps."""
         cell = Cell("", errors, parameters, tokens, steps, 0.0, 1.0)
         at = np.array(self.values)
-        gap, slope = _gap(at, cell), _slope(at, cell)
+        gap, slope = gap_at(at, cell), slope_at(at, cell)
         outside = max(self._outside("tokens", tokens), self._outside("steps", steps))
         unknown = (self.misfit**2 + (DRIFT * outside) ** 2) * gap**2
         spread = math.sqrt(slope @ np.array(self.covariance) @ slope + unknown)
@@ -180,7 +164,7 @@ class Law:
 
     def _beyond(self, cell: Cell) -> tuple[str, ...]:
         found = []
-        for name, value in _quantities(cell).items():
+        for name, value in quantities(cell).items():
             if value and name not in self.ranges:
                 found.append(f"{name} {value:.3g}, none fitted")
             elif value:
@@ -188,32 +172,6 @@ class Law:
                 if not low / 1.1 <= value <= high * 1.1:
                     found.append(f"{name} {value:.3g}, fitted {low:.3g} to {high:.3g}")
         return tuple(found)
-
-    def save(self, path: Path) -> None:
-        write_atomic(path, json.dumps(asdict(self), indent=1) + "\n")
-
-
-def fit(cells: Sequence[Cell]) -> Law:
-    """The law of these cells. ValueError for too few of them."""
-    if len(cells) < 4:
-        raise ValueError(f"{len(cells)} cells: a scaling law needs 4 or more; train more arms")
-    best: tuple[float, float, Vector, Vector] | None = None
-    for misfit in MISFITS:
-        at, inverse = _most_probable(cells, misfit)
-        evidence = _log_likelihood(at, cells, misfit) - 0.5 * np.linalg.slogdet(inverse)[1]
-        found = float(evidence), misfit, at, inverse
-        if best is None or found[0] > best[0]:
-            best = found
-    assert best is not None
-    _, misfit, at, inverse = best
-    ranges: dict[str, tuple[float, float]] = {}
-    for cell in cells:
-        for name, value in _quantities(cell).items():
-            if value:
-                low, high = ranges.get(name, (value, value))
-                ranges[name] = min(low, value), max(high, value)
-    covariance = np.linalg.inv(inverse)
-    return Law(at.tolist(), covariance.tolist(), misfit, len(cells), ranges)
 
 
 def load_law(path: Path | None = None) -> Law:
@@ -250,7 +208,7 @@ def extent(config: Config, plan: Plan) -> tuple[int, int, int]:
     return parameters, tokens * config.cluster.world, train.steps
 
 
-def _quantities(cell: Cell) -> Mapping[str, float]:
+def quantities(cell: Cell) -> Mapping[str, float]:
     return {
         "parameters": cell.parameters,
         "tokens": cell.tokens,
@@ -261,7 +219,7 @@ def _quantities(cell: Cell) -> Mapping[str, float]:
     }
 
 
-def _gap(at: Vector, cell: Cell) -> float:
+def gap_at(at: Vector, cell: Cell) -> float:
     v = dict(zip(NAMES, at.tolist(), strict=True))
     errors, gap, log_d = cell.errors, 0.0, math.log(cell.tokens / TOKENS)
     if errors.weights:
@@ -275,51 +233,7 @@ def _gap(at: Vector, cell: Cell) -> float:
     return gap * math.exp(v["alpha"] * math.log(cell.parameters / PARAMETERS))
 
 
-def _slope(at: Vector, cell: Cell) -> Vector:
+def slope_at(at: Vector, cell: Cell) -> Vector:
     step = 1e-5
     unit = np.eye(len(at)) * step
-    return np.array([(_gap(at + e, cell) - _gap(at - e, cell)) / (2 * step) for e in unit])
-
-
-def _deviations(at: Vector, cells: Sequence[Cell], misfit: float) -> Vector:
-    """Of each cell, by its own scatter and by the misfit."""
-    gaps = np.array([_gap(at, cell) for cell in cells])
-    own = np.array([cell.error for cell in cells])
-    return np.sqrt(own**2 + (misfit * gaps) ** 2 + FLOOR**2)
-
-
-def _log_likelihood(at: Vector, cells: Sequence[Cell], misfit: float) -> float:
-    sd = _deviations(at, cells, misfit)
-    off = np.array([cell.gap - _gap(at, cell) for cell in cells]) / sd
-    expected = (_from_prior(at) ** 2).sum() + ((math.log(misfit) - MISFIT[0]) / MISFIT[1]) ** 2
-    return float(-0.5 * (off**2).sum() - np.log(sd).sum() - 0.5 * expected)
-
-
-def _from_prior(at: Vector) -> Vector:
-    means, widths = np.array([PRIOR[name] for name in NAMES]).T
-    return np.asarray((at - means) / widths)
-
-
-def _most_probable(cells: Sequence[Cell], misfit: float) -> tuple[Vector, Vector]:
-    """Values and the inverse of their covariance: Fisher's scoring, damped. A gap's deviation
-    grows with the gap, so the slopes of both count."""
-    widths = np.array([PRIOR[name][1] for name in NAMES])
-    at, damping = np.array([PRIOR[name][0] for name in NAMES]), 1.0
-    value = _log_likelihood(at, cells, misfit)
-    for _ in range(400):
-        sd = _deviations(at, cells, misfit)
-        gaps = np.array([_gap(at, cell) for cell in cells])
-        slopes = np.array([_slope(at, cell) for cell in cells]) / sd[:, None]
-        wider = slopes * (misfit**2 * gaps / sd)[:, None]  # of log sd
-        off = np.array([cell.gap for cell in cells]) / sd - gaps / sd
-        inverse = slopes.T @ slopes + 2 * wider.T @ wider + np.diag(widths**-2.0)
-        uphill = slopes.T @ off + wider.T @ (off**2 - 1) - _from_prior(at) / widths
-        step = np.linalg.solve(inverse + damping * np.diag(np.diag(inverse)), uphill)
-        tried = _log_likelihood(at + step, cells, misfit)
-        if tried > value:
-            at, value, damping = at + step, tried, damping / 3
-        else:
-            damping *= 4
-        if damping > 1e12 or (damping < 1e-3 and float(np.abs(step).max()) < 1e-8):
-            break
-    return at, inverse
+    return np.array([(gap_at(at + e, cell) - gap_at(at - e, cell)) / (2 * step) for e in unit])
