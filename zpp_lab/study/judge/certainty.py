@@ -7,17 +7,7 @@ from dataclasses import dataclass
 
 from zpp_lab.study.judge.documents import count
 from zpp_lab.study.judge.families import look_sizes, nominal_level
-from zpp_lab.study.judge.noise import (
-    NAMED,
-    TIMES,
-    ApartStep,
-    NoiseFloor,
-    Quiet,
-    apart_steps,
-    noise_floors,
-    one_seed,
-    quiet_parts,
-)
+from zpp_lab.study.judge.noise import NoiseFloor, noise_floors, one_seed
 from zpp_lab.study.judge.stats import Gap, t_interval
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 from zpp_lab.study.words import NOTHING, P_VALUE_COLUMNS, p_value_rows, signed
@@ -29,53 +19,26 @@ COLUMNS = (
     "Gap, alone",
     "Gap, other documents",
     "Gap, other seeds",
-    "Gap, quiet part",
 )
 
 
 @dataclass(frozen=True)
 class Certainty:
-    """floors: one a baseline with two seeds or more;
-    quiet: the steps before noise takes over, one a baseline that has such; apart: steps in which
-    one run's gradient jumps alone."""
+    """floors: one a baseline with two seeds or more."""
 
     result: StudyResult
     floors: Sequence[NoiseFloor]
-    quiet: Sequence[Quiet] = ()
-    apart: Sequence[ApartStep] = ()
 
     def rows(self) -> list[list[str]]:
         """COLUMNS as text, one row an arm but baselines and those of which nothing is known."""
-        quiet = {
-            arm: f"{signed(mean)}, at most {largest:.4f}"
-            for part in self.quiet
-            for arm, (mean, largest) in part.arms.items()
-        }
         by_name = {arm.name: arm for arm in self.result.every}
-        rows = [
-            [*row, *self._intervals(by_name[row[0]]), quiet.get(row[0], NOTHING)]
-            for row in p_value_rows(self.result)
-        ]
+        rows = [[*row, *self._intervals(by_name[row[0]])] for row in p_value_rows(self.result)]
         looks = COLUMNS.index("Looks")
         return [row for row in rows if any(c != NOTHING for c in row[1:looks] + row[looks + 1 :])]
 
     def lines(self) -> list[str]:
-        """Sentences on the intervals, on the noise floor, on the quiet part, on steps apart."""
+        """Sentences on the intervals and on the noise floor."""
         noise = [line for floor in self.floors for line in floor.lines]
-        noise += [
-            f"Quiet part of {part.baseline}: steps 1 to {part.end}, in which the training loss of "
-            f"{' and '.join(part.controls)} stays within {part.noise:.1e} nats of it. The column "
-            "has the mean and the largest absolute gap over these steps and all seeds."
-            for part in self.quiet
-        ]
-        if self.apart:
-            told = ", ".join(one.text for one in self.apart[:NAMED])
-            noise.append(
-                f"Deviating steps ({len(self.apart)}): the gradient norm was at least {TIMES:g} "
-                f"times that of the seed's other runs: {told}"
-                f"{', …' if len(self.apart) > NAMED else ''}. "
-                "`zpp-lab batch RUN STEP` shows the text."
-            )
         return [*filter(None, [self._on_documents(), self._on_deciding()]), *noise]
 
     def _on_deciding(self) -> str:
@@ -122,9 +85,8 @@ class Certainty:
 
 
 def certainty(result: StudyResult) -> Certainty:
-    """Reads metrics.jsonl of every run."""
-    floors, quiet = noise_floors(result), quiet_parts(result)
-    return Certainty(result, floors, quiet, apart_steps(result))
+    """Return what is known of the intervals, the p-values and the noise."""
+    return Certainty(result, noise_floors(result))
 
 
 def _range(interval: tuple[float, float] | None) -> str:

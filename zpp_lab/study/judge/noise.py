@@ -10,17 +10,12 @@ off, and the gap holds the noise of two runs (experiments/reference).
 The noise band serves a study with one seed, which has no test and no interval. Its order control
 says at least what nothing looks like: an arm whose gap is no larger shows nothing, one far beyond
 it shows something. One draw of the noise is little.
-
-The quiet part: baseline and order control stay together for a while. An arm's gap in it is its
-own, and says nothing of the end. Runs of one seed have the same tokens, so the norms of their
-gradients go up and down together: where one jumps alone for a step, what follows in that run is
-partly that step's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, median, stdev, variance
@@ -36,14 +31,8 @@ from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 Points = Mapping[int, float]  # step → gap in nats
 Row = dict[str, Any]
 _NEAR = 10  # a training loss's band at a step: the largest within this part of the run, up to it
-QUIET = 0.01  # of the margin: an order control's gap up to that counts as nothing
 NEAR = (*INSIDE, UNDECIDED)  # verdicts of arms whose gaps spread as an equal arm's do
-FEWEST = 8  # steps; a shorter quiet part says nothing
 PAIRED = 8  # seeds from which on it is told whether pairing by seed helps an arm
-# A step apart: its norm over the other runs', corrected by how that is in the steps around
-TIMES = 2.0
-AROUND, TWINS = 3, 2  # steps before and after; other runs that it takes
-NAMED = 6  # steps apart in a report's sentence
 
 
 @dataclass(frozen=True)
@@ -278,132 +267,3 @@ def _order(arm: ArmResult) -> OrderNoise:
 
 def _count(seeds: int | None) -> str:
     return str(seeds) if seeds is not None else f"more than {stats.MAX_SEEDS}"
-
-
-# ---------------------------------------------------------------------- the quiet part
-
-
-@dataclass(frozen=True)
-class Quiet:
-    """One baseline's quiet part: steps 1 to `end`, in which no order control's training loss is
-    over QUIET of the margin away.
-
-    noise: their largest gap in it. arms: the mean gap and the largest amount of each arm, over
-    steps and seeds. All in nats.
-    """
-
-    baseline: str
-    controls: Sequence[str]
-    end: int
-    noise: float
-    arms: Mapping[str, tuple[float, float]]
-
-
-def quiet_parts(result: StudyResult) -> list[Quiet]:
-    """One for each baseline that has an order control and a quiet part of FEWEST steps or more."""
-    bases = [arm for arm in result.arms if arm.verdict == "baseline" and arm.margin]
-    return [part for base in bases if (part := _quiet(result, base)) is not None]
-
-
-def _quiet(result: StudyResult, base: ArmResult) -> Quiet | None:
-    of_base = [
-        arm
-        for arm in result.arms
-        if arm.verdict != "baseline" and result.baseline_of(arm).name == base.name
-    ]
-    theirs = {seed: _losses(run) for seed, run in base.runs.items()}
-    controls = {
-        arm.name: found
-        for arm in of_base
-        if arm.arm.role == "order_control" and (found := _gaps(arm, theirs))
-    }
-    runs = [run for found in controls.values() for run in found]
-    limit = QUIET * (base.margin or 0.0)
-    end = min((_first_beyond(run, limit) for run in runs), default=0)
-    if end < FEWEST:
-        return None
-    noise = max(abs(gap) for run in runs for gap in run[:end])
-    gaps = {a.name: [g for run in _gaps(a, theirs) for g in run[:end]] for a in of_base}
-    arms = {name: (fmean(own), max(map(abs, own))) for name, own in gaps.items() if own}
-    return Quiet(base.name, list(controls), end, noise, arms)
-
-
-def _gaps(arm: ArmResult, theirs: Mapping[int, Sequence[float]]) -> list[list[float]]:
-    """For each seed of the verdict, or each that has begun while none has ended: the training
-    loss's gap of steps 1, 2 … in order."""
-    runs = {seed: arm.runs[seed] for seed in arm.gaps} or arm.runs
-    pairs = [(_losses(run), theirs[seed]) for seed, run in runs.items() if seed in theirs]
-    found = [[mine - other for mine, other in zip(*pair, strict=False)] for pair in pairs]
-    return [gaps for gaps in found if gaps]
-
-
-def _losses(run: Run) -> list[float]:
-    """Of steps 1, 2 … without a hole; ends before a loss that is not finite."""
-    found: list[float] = []
-    for row in read_metrics(run.dir):
-        if row["step"] != len(found) + 1 or not math.isfinite(row["loss"]):
-            break
-        found.append(row["loss"])
-    return found
-
-
-def _first_beyond(run: Sequence[float], limit: float) -> int:
-    """How many steps come before the first gap over `limit`."""
-    return next((i for i, gap in enumerate(run) if abs(gap) > limit), len(run))
-
-
-# ---------------------------------------------------------------------- steps apart
-
-
-@dataclass(frozen=True)
-class ApartStep:
-    """norm: of this run's gradient before clipping; others: the median of its twins'."""
-
-    arm: str
-    seed: int
-    step: int
-    norm: float
-    others: float
-
-    @property
-    def text(self) -> str:
-        return (
-            f"{self.arm} seed {self.seed} step {self.step} ({self.norm:.3g} for {self.others:.3g})"
-        )
-
-
-def apart_steps(result: StudyResult) -> list[ApartStep]:
-    """Those of all runs but a negative control's, the furthest apart first."""
-    arms = [arm for arm in result.arms if arm.arm.role != "negative_control"]
-    found: list[ApartStep] = []
-    for seed in sorted({seed for arm in arms for seed in arm.runs}):
-        norms = {arm.name: _norms(arm.runs[seed]) for arm in arms if seed in arm.runs}
-        for name in norms:
-            found += _apart_of(name, seed, norms)
-    return sorted(found, key=lambda one: one.others / one.norm)
-
-
-def _norms(run: Run) -> dict[int, float]:
-    """By step, where the norm is a positive number; a line may be cut short."""
-    found = {row.get("step"): row.get("grad_norm") for row in read_metrics(run.dir)}
-    return {
-        step: float(norm)
-        for step, norm in found.items()
-        if isinstance(step, int) and isinstance(norm, int | float) and 0 < norm < float("inf")
-    }
-
-
-def _apart_of(
-    name: str, seed: int, norms: Mapping[str, Mapping[int, float]]
-) -> Iterator[ApartStep]:
-    others: dict[int, float] = {}
-    for step in norms[name]:
-        twins = [own[step] for arm, own in norms.items() if arm != name and step in own]
-        if len(twins) >= TWINS:
-            others[step] = median(twins)
-    ratios = {step: norms[name][step] / other for step, other in others.items()}
-    for step, ratio in ratios.items():
-        around = range(step - AROUND, step + AROUND + 1)
-        near = [ratios[s] for s in around if s in ratios and s != step]
-        if near and ratio >= TIMES * median(near):
-            yield ApartStep(name, seed, step, norms[name][step], others[step])
