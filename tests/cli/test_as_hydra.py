@@ -56,7 +56,7 @@ def test_cfg_and_info_show_what_hydra_composes(capsys: Said) -> None:
         [],
         ["recipe=zeropp", "model=1m", "seed=3", "data.suffixes=[.h]"],
         ["recipe=w8_then_w4", "run.dir=x"],
-        ["recipe=tagc", "cluster=2x2"],
+        ["recipe=tagc_topk", "cluster=2x2"],
         ["experiment=pretrain_13b", "hardware=8gpus", "recipe=g2_ef"],
         ["recipe=w8", "recipe.rules=[{name: head*, wires: [weights_forward], set: {bits: 4}}]"],
     ],
