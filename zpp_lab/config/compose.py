@@ -364,7 +364,7 @@ def load_study(
     values["overrides"] = [*own, *overrides]
     _choose(name, values, values.pop("only", None))
     if whole:
-        _shorten(values["arms"])
+        _shorten(values["arms"], values["overrides"])
     try:
         study = load(StudyConfig, values)
         study.check_folders()
@@ -431,12 +431,22 @@ def _as_rehearsal(values: dict[str, Any], whole: str, name: str) -> dict[str, An
     return mini | {"name": name, "overrides": [*own, *mini["overrides"]]}
 
 
-def _shorten(arms: Any) -> None:
-    """Take from a rehearsal's arms what they say of their length: an arm of 12,000 steps is
-    rehearsed in as few as the others."""
-    for arm in arms if isinstance(arms, list) else ():
-        if isinstance(arm, dict) and isinstance(arm.get("overrides"), list):
-            arm["overrides"] = [w for w in arm["overrides"] if setting_of(str(w)) not in _LENGTH]
+def _shorten(arms: Any, overrides: Sequence[str]) -> None:
+    """Shorten a rehearsal's arms that say how long they are: the shortest takes as many steps as
+    the rehearsal, the others in proportion. Warm-up and evaluations are the rehearsal's."""
+    listed = arms if isinstance(arms, list) else []
+    own = [a for a in listed if isinstance(a, dict) and isinstance(a.get("overrides"), list)]
+    few, steps = _steps(overrides), [_steps(arm["overrides"]) for arm in own]
+    shortest = min(filter(None, steps), default=0)
+    for arm, long in zip(own, steps, strict=True):
+        rest = [word for word in arm["overrides"] if setting_of(str(word)) not in _LENGTH]
+        arm["overrides"] = [*rest, *([f"train.steps={long * few // shortest}"] if long else [])]
+
+
+def _steps(overrides: Sequence[Any]) -> int:
+    """The last train.steps among `overrides`; 0 for none."""
+    found = [re.fullmatch(r"train\.steps=(\d+)", str(word)) for word in overrides]
+    return next((int(match[1]) for match in reversed(found) if match), 0)
 
 
 def _study_path(name: str) -> Path:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from zpp_lab.config.compose import compose, load_study, study_names
 from zpp_lab.config.flat import flat_config
-from zpp_lab.config.load import setting_of
 from zpp_lab.config.recipe import POINTS
 from zpp_lab.config.schema import WIRES, Config
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.engines.build import build_plan
 from zpp_lab.models import build_model
-from zpp_lab.study.run.plan import differences
+from zpp_lab.study.run.plan import Planner, differences
 
 NAMES = study_names()
 Arms = Callable[[str], list[ArmConfig]]
@@ -71,30 +71,31 @@ def test_every_study_has_a_question_a_baseline_and_controls(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_every_study_can_be_rehearsed(name: str) -> None:
+def test_every_study_can_be_rehearsed(name: str, tmp_path: Path) -> None:
     mini, baseline = study_of(f"{name}_mini"), study_of(name).baseline
+    Planner(mini, tmp_path, compose)  # all arms compose, and differ
     assert [arm.name for arm in mini.arms] == [arm.name for arm in study_of(name).arms]
-    for arm in mini.arms:
+    for arm in some_arms(mini.name):
         config = config_of(mini.name, arm.name)
-        assert config.phases[0].first == 0
         assert (config.engine.device, config.data.seq_len) == ("cpu", 64)
         assert config.model.layers == 2 or name == "scale"  # whose arms are sizes
         assert config.train.micro_steps == 1 or arm.name != baseline
-        _is_short(config)
+        assert 8 <= config.train.steps <= 128
+        assert (config.train.warmup_steps, config.train.eval_every) == (5, 4)
 
 
-@pytest.mark.parametrize("name", ["tokens_tiny", "token_curve", "scale", "nudged_tiny"])
-def test_arms_with_steps_of_their_own_are_rehearsed_in_as_few(name: str) -> None:
-    lengths = [{setting_of(w) for w in arm.overrides} for arm in study_of(name).arms]
-    if name in ("tokens_tiny", "token_curve"):
-        assert all("train.steps" in own for own in lengths)
-    for arm in study_of(f"{name}_mini").arms[-3:]:
-        _is_short(config_of(f"{name}_mini", arm.name))
-
-
-def _is_short(config: Config) -> None:
-    train = config.train
-    assert (train.steps, train.warmup_steps, train.eval_every) == (8, 5, 4)
+@pytest.mark.parametrize(
+    ("name", "longest"), [("tokens_tiny", 128), ("token_curve", 64), ("scale", 8), ("nudged", 8)]
+)
+def test_arms_with_steps_of_their_own_are_rehearsed_in_proportion(
+    name: str, longest: int, tmp_path: Path
+) -> None:
+    mini = study_of(f"{name}_mini")
+    steps = [config_of(mini.name, arm.name).train.steps for arm in mini.arms]
+    assert (min(steps), max(steps)) == (8, longest)
+    Planner(mini, tmp_path, compose)
+    if name == "tokens_tiny":
+        assert steps == [8 * int(arm.name.rpartition("_")[2]) // 200 for arm in mini.arms]
 
 
 @pytest.mark.parametrize(
