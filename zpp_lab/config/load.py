@@ -43,17 +43,20 @@ ELSEWHERE = {  # names of settings in other training programs → ours
     "dataset": ("data.name", "data.path"),
     "devices": ("cluster.gpus_per_node",),
     "epochs": ("train.steps",),
+    "eval_steps": ("train.eval_every",),
     "gpus": ("cluster.gpus_per_node",),
     "gradient_accumulation_steps": ("train.micro_steps",),
     "learning_rate": ("train.lr",),
     "logger": ("tracking.wandb", "tracking.tensorboard"),
     "max_epochs": ("train.steps",),
+    "max_grad_norm": ("train.clip",),
     "max_length": ("data.seq_len",),
     "max_steps": ("train.steps",),
     "num_nodes": ("cluster.nodes",),
     "optimizer": ("train.lr", "train.weight_decay", "train.optimizer_state"),
     "output_dir": ("run.dir",),
     "precision": ("train.param_dtype", "train.reduce_dtype"),
+    "save_steps": ("train.checkpoint_every",),
     "scheduler": ("train.schedule",),
 }
 
@@ -175,23 +178,29 @@ def unknown_key(cls: type, place: str, groups: Iterable[str] = ()) -> str:
 
 def _meant(cls: type, place: str, key: str, valid: Sequence[str]) -> list[str]:
     """What the unknown `place` may stand for, the likeliest first: what other programs call so, a
-    setting of another group with the same last name, or one with a similar name. key: the first
-    part of `place` that is unknown; `valid`: the names that stand there."""
+    setting of another group with the same last name or a part of it (lora_rank, dtype, grad_clip),
+    or one with a similar name. key: the first part of `place` that is unknown; `valid`: the names
+    that stand there."""
     last, settings = place.rpartition(".")[2], _settings(cls)
+    usual = {word: names for word, names in ELSEWHERE.items() if set(names) <= set(settings)}
     for word in dict.fromkeys((last, key)):
-        usual = [name for name in ELSEWHERE.get(word, ()) if name in settings]
-        if usual:
-            return usual
+        if word in usual:
+            return list(usual[word])
         if word == last:
-            there = [name for name in settings if name.rpartition(".")[2] == last]
+            leaves = {name: name.rpartition(".")[2] for name in settings}
+            there = [name for name, leaf in leaves.items() if leaf == last]
+            there = there or [n for n in settings if n.replace(".", "_").endswith(f"_{last}")]
             ranked = sorted(there, key=lambda name: -_likeness(place, name))
             if ranked:
                 return ranked[: 1 if _likeness(place, ranked[0]) > 0.9 else 3]
     near = {name: _likeness(key, name) for name in valid}
     if last == key:  # a whole setting, which may be of another group
-        near = {n: _likeness(key, n.rpartition(".")[2]) - 0.05 for n in settings} | near
+        near = {name: _likeness(key, leaf) - 0.05 for name, leaf in leaves.items()} | near
+        near |= {word: _likeness(key, word) for word in usual}
     best = max(near, key=lambda name: near[name], default="")
-    return [best] if near.get(best, 0.0) >= 0.6 else []
+    if near.get(best, 0.0) >= 0.6:
+        return list(usual.get(best, [best]))
+    return [name for name, leaf in leaves.items() if last.endswith(f"_{leaf}")][:3]
 
 
 def _likeness(one: str, other: str) -> float:
