@@ -20,7 +20,23 @@ CALLS = (  # as Qwen's: tools in front, thoughts and calls within turns
     "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+MENTIONING = CALLS.replace("{{ tools | tojson }}", "Use tools.")
 PLAIN_CALLS = CALLS.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+BRANCHING = (  # as vLLM's for Mistral: that there are calls shows, but not which
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.tool_calls %}[CALLS]{% endif %}"
+    "{{ m.content }}<|im_end|>{% endfor %}"
+)
+NEEDING = (  # as DeepSeek's, which adds calls to content
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content + '' }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LEAVING = (  # as Hermes', which has one or the other, and takes an empty list for calls
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls is defined %}"
+    "{% for c in m.tool_calls %}<call>{{ c.function.name }}</call>{% endfor %}"
+    "{% else %}{{ m.content + '' }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL: dict[str, Any] = {"function": {"name": "add", "arguments": {"a": 1}}}
 AGENT: list[dict[str, Any]] = [
@@ -56,6 +72,29 @@ def test_tools_and_calls_are_learnt_as_transformers_renders_them(
     assert data.notes == ()
 
 
+@pytest.mark.parametrize("template", [NEEDING, LEAVING], ids=["needing", "leaving"])
+@pytest.mark.parametrize("content", ["", None, ...], ids=["empty", "null", "absent"])
+def test_templates_that_ask_for_content_get_an_empty_one(
+    template: str, content: Any, tmp_path: Path
+) -> None:
+    theirs = saved(tmp_path / "tokenizer", template)
+    own = [turn | {"tool_calls": []} if i != 1 else turn for i, turn in enumerate(AGENT)]
+    own[1] = changed(1, content=content)[1]
+    data = packed(tmp_path, [{"messages": own}])
+    said = counted_text(theirs, *first(data))
+    assert said == ["<call>add</call><|im_end|>\n", "It is 2<|im_end|>\n"]
+    assert data.notes == ()
+
+
+def test_content_that_a_template_leaves_out_beside_calls_is_noted(tmp_path: Path) -> None:
+    turns = changed(1, content="I add")
+    saved(tmp_path / "tokenizer", LEAVING)
+    (note,) = packed(tmp_path, [{"messages": turns}]).notes
+    assert "content beside tool_calls" in note
+    (tmp_path / "own.jinja").write_text(NEEDING)
+    assert packed(tmp_path, [{"messages": turns}], template=str(tmp_path / "own.jinja")).notes == ()
+
+
 def test_thoughts_are_learnt(tmp_path: Path) -> None:
     theirs = saved(tmp_path / "tokenizer", CALLS)
     turns = changed(3, reasoning_content="so it is")
@@ -77,6 +116,8 @@ def test_thoughts_are_learnt(tmp_path: Path) -> None:
         (CHATML, {"messages": [CHAT[0], CHAT[1] | {"thinking": "x"}]}, "thinking"),
         (CALLS, {"messages": changed(1, tool_calls=None)}, "content"),
         (CALLS, {"messages": changed(2, content=None)}, "content"),
+        (BRANCHING, {"messages": AGENT}, "tool_calls"),
+        (MENTIONING, {"messages": CHAT, "tools": TOOLS}, "tools"),
         (CALLS.replace("a if a is string else a", "a + 1"), {"messages": AGENT}, "template"),
     ],
 )  # fmt: skip

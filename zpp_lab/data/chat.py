@@ -128,7 +128,6 @@ class ChatTemplate:
         self, turns: Sequence[Turn], tools: list[Any] | None = None
     ) -> tuple[list[int], list[bool]]:
         """(tokens, whether the loss counts each). ValueError for what the template refuses."""
-        self._check()
         on = [counts(turn) for turn in turns]
         if self._marks:
             whole, marks = self._marked(turns, tools)
@@ -144,12 +143,28 @@ class ChatTemplate:
                 own[start:stop] = [True] * (stop - start)
         return whole, own
 
+    def given(self, turns: Sequence[Turn], tools: list[Any] | None) -> list[Turn]:
+        """`turns` without fields that are null, as transformers gives them from 5.23 on, and
+        without empty lists of calls, which some templates take for calls. An answer without text
+        has an empty one where the template asks for it."""
+        self._check()
+        plain = [
+            {k: v for k, v in t.items() if _filled(v) or not (v is None or k in _CALLS)}
+            for t in turns
+        ]
+        if all("content" in turn for turn in plain):
+            return plain
+        try:
+            self._text(plain, tools)
+        except ValueError:
+            return [{"content": ""} | turn for turn in plain]
+        return plain
+
     def check(
         self, turns: Sequence[Turn], tools: list[Any] | None, place: str, found: Findings
     ) -> list[str]:
         """The fields of `turns` that the template does not render. ValueError for tools, calls and
         thoughts among them, and for an answer without any text."""
-        self._check()
         names = list(dict.fromkeys(key for turn in turns for key in extras(turn)))
         if not names and not tools:
             return []
@@ -158,13 +173,27 @@ class ChatTemplate:
             raise ValueError(
                 "it contains a zero byte, so it is not text; repair or remove the line"
             )
-        if tools and not self._differs(text, turns, None):
+        if tools and not self._differs(text, turns, _renamed(tools)):
             raise ValueError(_not_rendered("tools"))
         for i, turn in enumerate(turns):
-            alone = turn["role"] == "assistant" and not turn.get("content")
-            calls = [key for key in extras(turn) if alone or key in _CALLS]
-            if calls and not self._differs(text, _without(turns, calls, i), tools):
-                raise ValueError(_not_rendered(calls[0]))
+            for key in (key for key in extras(turn) if key in _CALLS):
+                other = [*turns[:i], turn | {key: _renamed(turn[key])}, *turns[i + 1 :]]
+                if not self._differs(text, other, tools):
+                    raise ValueError(_not_rendered(key))
+            if turn["role"] != "assistant":
+                continue
+            if not turn.get("content"):
+                if not self._differs(text, _without(turns, extras(turn), i), tools):
+                    raise ValueError(_not_rendered(extras(turn)[0]))
+            elif extras(turn) and not self._differs(
+                text,
+                [*turns[:i], turn | {"content": turn["content"] + "~"}, *turns[i + 1 :]],
+                tools,
+            ):
+                found.count(
+                    f"have content beside {extras(turn)[0]} that the chat template leaves out",
+                    place,
+                )
         for key in (key for key in names if key in _THOUGHTS):
             if not re.search(rf"\b{key}\b", self.source or "") and not self._differs(
                 text, _without(turns, [key]), tools
@@ -259,15 +288,13 @@ class ChatTemplate:
             return True
 
     def _apply(self, turns: Sequence[Turn], tools: list[Any] | None, **how: Any) -> Any:
-        """Render `turns` as transformers does. Fields that are null are left out, as it does from
-        5.23 on."""
+        """Render `turns` as transformers does."""
         tokenizer = self._tokenizer
         from jinja2 import TemplateError  # transformers' own needs it too
 
-        given = [{k: v for k, v in turn.items() if v is not None} for turn in turns]
         try:
             return tokenizer.apply_chat_template(
-                given,
+                list(turns),
                 tools=tools,
                 chat_template=self.source,
                 **{"date_string": _DATE, "return_dict": True} | how,
@@ -309,6 +336,15 @@ def _without(turns: Sequence[Turn], keys: Sequence[str], only: int | None = None
         {k: v for k, v in turn.items() if k not in keys} if only in (None, i) else turn
         for i, turn in enumerate(turns)
     ]
+
+
+def _renamed(value: Any, name: str = "") -> Any:
+    """Tools or calls with other names, by which they show in what a template makes of them."""
+    if isinstance(value, list):
+        return [_renamed(one) for one in value]
+    if isinstance(value, dict):
+        return {k: _renamed(v, k) for k, v in value.items()}
+    return f"{value}~" if name == "name" or (isinstance(value, str) and not name) else value
 
 
 def _text_arguments(turns: Sequence[Turn]) -> list[str]:

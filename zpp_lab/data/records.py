@@ -194,6 +194,7 @@ def _chat(
             unread = [key for turn in turns for key in extras(turn)]
             parts = _with_marks(turns, fields)
         else:
+            turns = template.given(turns, tools)
             unread = template.check(turns, tools, place, found)
             parts = _rendered(turns, tools, template)
     except ValueError as error:
