@@ -172,7 +172,7 @@ def summarized() -> list[Any]:
         wire: [amount(sum(sent)), percents([quantized[wire]])]
         for wire, sent in sharded.plan.step_bytes().items()
     }
-    return [of_ranks, wires]
+    return [of_ranks, wires, repr(sharded)]
 
 
 def kept_bytes() -> list[Any]:
@@ -373,7 +373,8 @@ def test_a_model_is_sharded_once(answers: dict[str, Any]) -> None:
 
 
 def test_rank_0_summarizes_the_recipe_in_one_line(answers: dict[str, Any]) -> None:
-    (first, *others), wires = answers["summarized"]
+    (first, *others), wires, shown = answers["summarized"]
+    assert shown == "Sharded(recipe='zeropp', ranks=2 × 2, units=3)"
     assert others == [""] * 3
     assert first.count("\n") == 1
     for wire, (sent, quantized) in wires.items():

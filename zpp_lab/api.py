@@ -83,6 +83,11 @@ class Sharded:
     loop: Loop
     whole: bool  # whether it is cut over all ranks
 
+    def __repr__(self) -> str:
+        recipe, units = self.plan.recipe, len(self.plan.units)
+        ranks = f"{recipe.cluster.nodes} × {recipe.cluster.gpus_per_node}"
+        return f"Sharded(recipe={recipe.config.name!r}, ranks={ranks}, units={units})"
+
     @property
     def bytes(self) -> Bytes:
         """Bytes that this rank sent since the last `reset_bytes`, by wire."""

@@ -84,9 +84,10 @@ def test_a_row_an_arm_as_the_report_judges_it(found: Loaded) -> None:
 
 
 def test_it_is_shown_in_a_line(found: Loaded) -> None:
-    shown = repr(found)
-    assert len(shown) < len(str(found.folder)) + 80
-    assert "runs=5" in shown
+    arm = found.result.arms[0]
+    for one in (found, found.result, arm, next(iter(arm.runs.values()))):
+        assert len(repr(one)) < len(str(found.folder)) + 100
+    assert "runs=5" in repr(found)
 
 
 def test_without_pandas_the_extra_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,9 @@ class Run:
     step: int = 0
     running: bool = False
 
+    def __repr__(self) -> str:
+        return f"Run({str(self.dir)!r}, arm={self.arm!r}, seed={self.seed}, {self.outcome})"
+
     @property
     def steps(self) -> int | None:
         """How many the run was to do; None where no config tells."""

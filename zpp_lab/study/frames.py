@@ -34,9 +34,7 @@ class Loaded:
     result: StudyResult
 
     def __repr__(self) -> str:
-        arms = self.result.arms
-        runs, verdicts = sum(len(arm.runs) for arm in arms), len(self.result.every)
-        return f"Loaded({str(self.folder)!r}, runs={runs}, arms={len(arms)}, verdicts={verdicts})"
+        return f"Loaded({str(self.folder)!r}, {self.result!r})"
 
     @property
     def notes(self) -> Sequence[str]:

@@ -114,6 +114,9 @@ class ArmResult:
     tests: PValues = field(default_factory=PValues)  # p-values, plain and corrected
     documents: DocumentGaps | None = None  # the gaps by held-out document, where runs tell them
 
+    def __repr__(self) -> str:
+        return f"ArmResult({self.name!r}, {self.text!r}, runs={len(self.runs)})"
+
     @property
     def name(self) -> str:
         return self.arm.name
@@ -141,6 +144,10 @@ class StudyResult:
     margin: float | None
     notes: Sequence[str] = ()
     composites: Sequence[ArmResult] = ()  # without runs; gaps are their arms' means
+
+    def __repr__(self) -> str:
+        counts = f"runs={len(self.runs)}, arms={len(self.arms)}, verdicts={len(self.every)}"
+        return f"StudyResult({self.study.name!r}, {counts})"
 
     @property
     def every(self) -> list[ArmResult]:
