@@ -57,7 +57,8 @@ from tests.golden_runs import CASES, LOOPS, RANKS, STEPS, digest, loops, real_ca
 from zpp_lab.codecs import BlockCodec, Codec, Noise, NormalCodec, RawCodec, SegmentNoise, encode
 from zpp_lab.codecs.families.normal import levels_of
 from zpp_lab.config.compose import compose, load_study
-from zpp_lab.config.schema import USUAL_WIRES, Config
+from zpp_lab.config.schema import Config
+from zpp_lab.config.wires import wires_among
 from zpp_lab.data import open_data
 from zpp_lab.engines.build import build_engine
 from zpp_lab.study.judge.verdict import read_result
@@ -370,7 +371,7 @@ def gloo(
 
 COLUMNS = ("recipe", "outcome", "steps", "last_step", "planned_steps", "tokens")
 COLUMNS += ("heldout_loss", "heldout_loss_master", "gap")
-COLUMNS += tuple(f"bytes_{wire}_{hop}" for wire in USUAL_WIRES for hop in ("intra", "inter"))
+COLUMNS += tuple(f"bytes_{wire}_{hop}" for wire in wires_among() for hop in ("intra", "inter"))
 
 
 def study(folder: Path, steps: int = 12) -> dict[str, dict[str, str]]:

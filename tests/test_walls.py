@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from zpp_lab.config.wires import WIRES
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "zpp_lab"
 ROOMS = {  # room or loose file: what it may import
@@ -112,6 +114,19 @@ def test_eleven_rooms_and_three_loose_files_of_which_the_command_line_alone_has_
     assert [room for room, may in ROOMS.items() if "tools" in may.split()] == ["cli"]
     there = {p.name.removesuffix(".py") for p in PACKAGE.iterdir() if p.suffix in ("", ".py")}
     assert there - {"__pycache__", "conf", "cuda"} == {*ROOMS, "__init__"}
+
+
+def test_the_table_alone_names_wires() -> None:
+    """Beside it the recipe, which has a setting for each, and checks of two in particular."""
+    found = set()
+    for path in SOURCES:
+        tree = ast.parse(path.read_text())
+        texts = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+        constants = [n for n in ast.walk(tree) if isinstance(n, ast.Constant)]
+        said = " ".join(str(n.value) for n in constants if id(n) not in texts)
+        if any(wire in said for wire in WIRES):
+            found.add(path.relative_to(PACKAGE).as_posix())
+    assert found == {"config/wires.py", "config/recipe.py", "collectives/recipe.py"}
 
 
 def test_sizes() -> None:

@@ -29,7 +29,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -232,16 +232,6 @@ def _lines(row: Sequence[str], widths: Sequence[int]) -> Iterator[list[str]]:
     pairs = zip(row, widths, strict=True)
     parts = [[cell] if len(cell) <= width else wrap(cell, width) for cell, width in pairs]
     return map(list, zip_longest(*parts, fillvalue=""))
-
-
-def shares(quantized: Mapping[Any, float]) -> tuple[str, str]:
-    """The quantized part of each wire's bytes (0 to 1, by wire) for people: of the weights' wires
-    and of the gradients', such as "98.8%", or "99.1/0%" where a kind's two differ."""
-    weights, grads = (
-        [value for wire, value in quantized.items() if wire.startswith(kind)]
-        for kind in ("weights", "grads")
-    )
-    return percents(weights), percents(grads)
 
 
 def percents(values: Sequence[float]) -> str:

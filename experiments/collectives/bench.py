@@ -32,7 +32,8 @@ from zpp_lab.collectives.reduce import Reduce, ReduceSpec
 from zpp_lab.collectives.transport import all_gather
 from zpp_lab.config.codec import BITS
 from zpp_lab.config.parser import Parser, listed, new_file, number, whole
-from zpp_lab.config.schema import ClusterConfig, Wire
+from zpp_lab.config.schema import ClusterConfig
+from zpp_lab.config.wires import Wire
 from zpp_lab.runs.provenance import commit, machine_facts, versions
 from zpp_lab.tools.bench.ranks import Timing, join, start
 

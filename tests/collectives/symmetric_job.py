@@ -18,7 +18,8 @@ from zpp_lab.collectives.peer.choose import connect
 from zpp_lab.collectives.reduce import Reduce, ReduceSpec
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.collectives.watchdog import Watchdog
-from zpp_lab.config.schema import ClusterConfig, Wire
+from zpp_lab.config.schema import ClusterConfig
+from zpp_lab.config.wires import Wire
 
 SIZES = [(3, 1000), (40_000, 70_000, 33), (9_000_000, 20_000_000), (77,)]
 

@@ -19,7 +19,8 @@ from zpp_lab.collectives.gather import Gather, GatherSpec
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.reduce import Reduce, ReduceSpec
 from zpp_lab.collectives.traffic import Traffic, gather_traffic, hop_traffic, secondary_traffic
-from zpp_lab.config.schema import ClusterConfig, Wire
+from zpp_lab.config.schema import ClusterConfig
+from zpp_lab.config.wires import Wire
 
 CODECS: list[Codec] = [
     RawCodec(torch.float32),

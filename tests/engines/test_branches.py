@@ -16,7 +16,8 @@ from tests.engines.fsdp_world import run_world
 from tests.engines.test_virtual_naive import configured as virtual_config
 from tests.engines.uneven import Block, batch
 from zpp_lab.collectives.traffic import Traffic
-from zpp_lab.config.schema import Config, Wire
+from zpp_lab.config.schema import Config
+from zpp_lab.config.wires import Wire
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.virtual.engine import VirtualEngine
 

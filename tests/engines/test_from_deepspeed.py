@@ -12,7 +12,7 @@ import pytest
 from zpp_lab.cli.main import main
 from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.config.compose import compose
-from zpp_lab.config.schema import USUAL_WIRES
+from zpp_lab.config.wires import wires_among
 from zpp_lab.engines.deepspeed.settings import deepspeed_settings
 from zpp_lab.engines.deepspeed.translate import Translation, translate
 
@@ -51,7 +51,7 @@ def test_its_switches_come_back_as_they_were(
     config = compose(settings)
     assert config.engine.name == "fsdp"
     checked = Recipe(config.recipe, config.cluster)
-    bits = [checked.wire(wire).bits for wire in USUAL_WIRES]
+    bits = [checked.wire(wire).bits for wire in wires_among()]
     assert bits == [8 if weights else None] * 2 + [4 if grads else None] * 2
     again = [word.replace("engine=fsdp", "engine=deepspeed") for word in settings]
     made = deepspeed_settings(compose(again))

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tests.engines.test_virtual_naive import CASES, configured
 from tests.engines.uneven import batch, build_uneven
-from zpp_lab.config.schema import USUAL_WIRES, Config
+from zpp_lab.config.schema import Config
+from zpp_lab.config.wires import wires_among
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.virtual.engine import VirtualEngine
@@ -55,7 +56,7 @@ def test_telemetry_is_of_codecs_alone_and_grows_as_bits_fall() -> None:
         assert result.telemetry is not None
         assert "norm" not in result.telemetry["weights_forward"]  # exempt
         errors[bits] = {w: t["other"]["nmse"] for w, t in result.telemetry.items()}
-    for wire in USUAL_WIRES:
+    for wire in wires_among():
         assert 0 < errors[8][wire] < errors[4][wire] < errors[2][wire]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zpp_lab.config.compose import compose
-from zpp_lab.config.flat import arm_name
+from zpp_lab.config.flat import arm_name, every_setting
 from zpp_lab.config.recipe import POINTS, SHARDED, Parts
 from zpp_lab.config.schema import Config, RecipeConfig, ShardingConfig
 from zpp_lab.runs.wandb.folder import RunFolder
@@ -67,6 +67,17 @@ def test_wires_are_the_recipes(point: Parts, update: str) -> None:
 def test_short_hands_of_sharding_have_their_wires(words: list[str]) -> None:
     composed = compose(words)
     assert set(shown_config(asdict(composed))["wires"]) == set(composed.recipe.wires)
+
+
+def test_what_config_yaml_records_of_wires_is_shown_in_words() -> None:
+    """As of a folder without the record."""
+    words = ["recipe=w8_then_w4", "train.steps=100", "recipe.rules=[{ndim: 2, set: {bits: 3}}]"]
+    for overrides in (words, ["recipe=w4_diff", "cluster=2x2"], ["recipe=tagc_topk"]):
+        composed = compose(overrides)
+        recorded, settings = every_setting(composed), asdict(composed)
+        assert shown_config(recorded) == shown_config(settings)
+        assert tags(recorded) == tags(settings)
+    assert shown_config(every_setting(compose(words)))["wires"]["weights_forward"] == "8/3>4/3"
 
 
 def test_the_jobs_of_a_sweep_share_its_folders_name(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import numpy as np
 import yaml
 
 from zpp_lab.config.codec import CodecConfig
-from zpp_lab.config.schema import USUAL_WIRES, Config, RecipeConfig, RunConfig, TrainConfig
+from zpp_lab.config.schema import Config, RecipeConfig, RunConfig, TrainConfig
 from zpp_lab.config.study import ArmConfig, StudyConfig
+from zpp_lab.config.wires import wires_among
 
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 CLASSES = ("embedding", "attention", "mlp", "norm", "head")
@@ -160,7 +161,7 @@ def _bytes(arm: FakeArm) -> dict[str, dict[str, int]]:
 
 def _telemetry(arm: FakeArm, step: int) -> Mapping[str, Any]:
     wires: dict[str, Any] = {}
-    for w, wire in enumerate(USUAL_WIRES):
+    for w, wire in enumerate(wires_among()):
         bits = arm.weight_bits if wire.startswith("weights") else arm.grad_bits
         if bits is None:
             continue

@@ -14,7 +14,8 @@ import yaml
 
 from tests.engines.fsdp_world import forks
 from tests.small_runs import contents, newest, small, tear
-from zpp_lab.config.schema import USUAL_WIRES, Config
+from zpp_lab.config.schema import Config
+from zpp_lab.config.wires import wires_among
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.runs.metrics import read, unmeasured
 from zpp_lab.study.judge.verdict import read_result
@@ -40,7 +41,7 @@ def test_what_a_run_writes(tmp_path: Path) -> None:
     assert [line["step"] for line in lines if "heldout_loss" in line] == [4, 8, 12]
     assert [line["step"] for line in lines if "telemetry" in line] == [1, 4, 8, 12]
     assert lines[-1]["tokens"] == 12 * 4 * 2 * 16
-    for wire in USUAL_WIRES:
+    for wire in wires_among():
         total = {hop: sum(line["bytes"][wire][hop] for line in lines) for hop in ("intra", "inter")}
         assert summary["bytes"][wire] == total
     assert summary["bytes"]["weights_backward"]["inter"] == 0

@@ -226,7 +226,7 @@ def _show_settings(config: Config, args: argparse.Namespace) -> None:
     from zpp_lab.config.compose import run_dir
     from zpp_lab.config.flat import carried, changed_settings, every_setting
     from zpp_lab.config.schema import Config
-    from zpp_lab.files import shares
+    from zpp_lab.config.wires import shares
     from zpp_lab.train.inputs import check_recipe, planned
 
     check_recipe(config)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zpp_lab.codecs.base import Codec
 from zpp_lab.codecs.numerics import fold_sum
-from zpp_lab.config.schema import Wire
+from zpp_lab.config.wires import Wire
 
 Telemetry = dict[Wire, dict[str, dict[str, float]]]
 SUMS = ("error2", "x2", "y2", "xy", "error", "abs_x", "zeroed", "saturated", "count")

@@ -11,8 +11,7 @@ number, of four numbers of 64 bits each, little-endian, one after the other:
                   steps: s
     micro-step    from 0; 0 for weights, which every micro-step of a step gathers alike; the last
                   one for gradients that several micro-steps have added up
-    wire          0 weights_forward, 1 weights_backward, 2 grads_intra, 3 grads_inter,
-                  4 weights_update
+    wire          its number in `config/wires.py`
 
 Backward has noise of its own unless it uses what forward gathered (hpZ, stages 1 and 2). A
 reduction of one hop is on grads_intra, or with one GPU a node on grads_inter.
@@ -54,7 +53,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from zpp_lab.config.schema import WIRES, Wire
+from zpp_lab.config.wires import WIRES, Wire
 
 ROUNDS = 7
 M0, M1 = 0xD2511F53, 0xCD9E8D57  # multipliers
@@ -88,7 +87,7 @@ def parameter_id(name: str) -> int:
 
 def noise_key(seed: int, step: int, micro: int, wire: Wire) -> int:
     """The 64-bit Philox key of one collective."""
-    words = (seed, step, micro, WIRES.index(wire))
+    words = (seed, step, micro, WIRES[wire].number)
     data = b"".join(w.to_bytes(8, "little") for w in words)
     return int.from_bytes(hashlib.blake2s(data, digest_size=8).digest(), "little")
 

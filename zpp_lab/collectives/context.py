@@ -22,7 +22,7 @@ from zpp_lab.codecs import Noise, noise_key
 from zpp_lab.codecs.base import Domain
 from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.codecs.layout import Layout
-from zpp_lab.config.schema import Wire
+from zpp_lab.config.wires import Wire
 
 Key = tuple[Wire, str]  # of a memory: wire and parameter
 

@@ -34,9 +34,7 @@ from zpp_lab.collectives.traffic import (
     secondary_traffic,
 )
 from zpp_lab.collectives.transport import LINKS, Link, Shipment, Transport
-from zpp_lab.config.schema import Wire
-
-WEIGHTS: tuple[Wire, ...] = ("weights_forward", "weights_backward")
+from zpp_lab.config.wires import BACKWARD, FORWARD, GATHERS, Wire
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Gather:
         self.raw = Layout.build([s.name for s in segments], [s.numel for s in segments], raw)
         self.live: dict[int, Layout] = {}  # of a layout, what is encoded
         self.planned: dict[tuple[int, bool], Traffic] = {}  # by layout, and whether kept
-        self.labels = {(w, k): self._label(w, k) for w in WEIGHTS for k in LINKS}
+        self.labels = {(w, k): self._label(w, k) for w in GATHERS for k in LINKS}
         self._reserve()
 
     def release(self) -> None:
@@ -105,7 +103,7 @@ class Gather:
 
     def pack(self, shards: Sequence[Tensor], backward: bool) -> Packet:
         """Encode this rank's padded shards, flat, one per segment."""
-        wire: Wire = "weights_backward" if backward else "weights_forward"
+        wire = BACKWARD if backward else FORWARD
         if self.rows is not None and not self.clock.master:
             return self._pack_rows(wire, self.rows())
         again = backward and self.spec.secondary and not self.clock.master
@@ -121,9 +119,7 @@ class Gather:
             shards = shards[: self.encoded]
         noise = None
         if layout.stochastic:
-            noise = self.clock.weights_noise(
-                "weights_forward" if again else wire, self.rank % self.shards
-            )
+            noise = self.clock.weights_noise(FORWARD if again else wire, self.rank % self.shards)
         if shards:  # forward's bits were looked at in the forward
             observer = None if again else self.clock.observer
             self._encode(wire, layout, shards, noise, row, observer)
@@ -182,7 +178,7 @@ class Gather:
     def _layout(self, wire: Wire) -> Layout:
         if self.clock.master:
             return self.raw
-        return self.spec.forward if wire == "weights_forward" else self.spec.backward
+        return self.spec.forward if wire == FORWARD else self.spec.backward
 
     def _put_base(self, layout: Layout, row: Tensor) -> tuple[Layout, Tensor]:
         """Copy the frozen base into its end of the row; what is left to encode, and where."""
@@ -232,7 +228,7 @@ class Gather:
                 f"unit {self.spec.unit}: no secondary shard for backward; run forward with "
                 "gradients enabled before each backward"
             )
-        packet = self._empty("weights_backward", self.spec.forward, device)
+        packet = self._empty(BACKWARD, self.spec.forward, device)
         packet.held = self.secondary
         return packet
 

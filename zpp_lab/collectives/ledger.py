@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zpp_lab.collectives.traffic import NOTHING, Traffic
-from zpp_lab.config.schema import USUAL_WIRES, Wire
+from zpp_lab.config.wires import Wire, wires_among
 
 
 class LedgerError(RuntimeError):
@@ -18,7 +18,7 @@ class Ledger:
         self.start_step()
 
     def start_step(self) -> None:
-        self.step = dict.fromkeys(USUAL_WIRES, NOTHING)
+        self.step = dict.fromkeys(wires_among(), NOTHING)
 
     def add(self, wire: Wire, traffic: Traffic) -> None:
         before = self.step.get(wire, NOTHING)

@@ -40,7 +40,8 @@ from zpp_lab.collectives.traffic import (
     secondary_traffic,
     update_traffic,
 )
-from zpp_lab.config.schema import USUAL_WIRES, Config, Wire
+from zpp_lab.config.schema import Config
+from zpp_lab.config.wires import BACKWARD, FORWARD, UPDATE, WIRES, Wire, wires_among
 
 Bytes = dict[Wire, Traffic]
 
@@ -114,11 +115,11 @@ class UnitPlan:
 
     @cached_property
     def forward(self) -> Layout:
-        return self._layout("weights_forward")
+        return self._layout(FORWARD)
 
     @cached_property
     def backward(self) -> Layout:
-        return self._layout("weights_backward")
+        return self._layout(BACKWARD)
 
     @cached_property
     def stored(self) -> Layout:
@@ -127,7 +128,7 @@ class UnitPlan:
 
     def live(self, wire: Wire) -> Layout:
         """What a gather on `wire` encodes anew: all but the frozen base."""
-        layout = self.forward if wire == "weights_forward" else self.backward
+        layout = self.forward if wire == FORWARD else self.backward
         return layout.select({s.name for s in layout.segments} - self.unit.stored)
 
     @cached_property
@@ -136,7 +137,7 @@ class UnitPlan:
         they keep none."""
         if not self.recipe.kept:
             return Layout(())
-        return self._layout("weights_update", trainable_only=True)
+        return self._layout(UPDATE, trainable_only=True)
 
     @property
     def remembered(self) -> tuple[str, ...]:
@@ -203,15 +204,15 @@ class UnitPlan:
         return self.gathers_backward and not self.recipe.config.secondary and not self.own_backward
 
     def forward_bytes(self) -> Bytes:
-        return {"weights_forward": self._gather_bytes(self.forward.nbytes)}
+        return {FORWARD: self._gather_bytes(self.forward.nbytes)}
 
     def backward_bytes(self) -> Bytes:
         if not self.gathers_backward:
             return {}
         if self.recipe.config.secondary:
             row = self.forward.nbytes
-            return {"weights_backward": secondary_traffic(self.recipe.cluster, row)}
-        return {"weights_backward": self._gather_bytes(self.backward.nbytes)}
+            return {BACKWARD: secondary_traffic(self.recipe.cluster, row)}
+        return {BACKWARD: self._gather_bytes(self.backward.nbytes)}
 
     def _gather_bytes(self, row: int) -> Traffic:
         """Of a gather of rows as the optimizer is cut."""
@@ -250,7 +251,7 @@ class UnitPlan:
         """The step's new weights between nodes: of every trained parameter, once."""
         if not self.recipe.kept:
             return {}
-        return {"weights_update": update_traffic(self.recipe.cluster, self.update.nbytes)}
+        return {UPDATE: update_traffic(self.recipe.cluster, self.update.nbytes)}
 
     def reduce_bytes(self, absent: frozenset[str] = frozenset(), last: bool = True) -> Bytes:
         """Of the last reduction of a step, or of one before it. `absent`: trainable parameters
@@ -309,7 +310,7 @@ class Plan:
         if [u.remembered for u in units] != [u.remembered for u in self.units]:
             raise ValueError(
                 "recipe.phases with recipe.sharding.update=differences: every phase must "
-                "quantize the same parameters on weights_update, since node-replicated weights "
+                f"quantize the same parameters on {UPDATE}, since node-replicated weights "
                 "are sums of differences; do not change recipe.rules for that wire between phases"
             )
         return plan
@@ -378,11 +379,11 @@ def _check_bits(plan: Plan) -> None:
     again = [u for u in units if u.gathers_backward]
     wires: dict[Wire, list[Layout]] = {}
     if recipe.shards > 1:
-        wires["weights_forward"] = [u.live("weights_forward") for u in units]
+        wires[FORWARD] = [u.live(FORWARD) for u in units]
     if again:
-        wires["weights_backward"] = [u.live("weights_backward") for u in again]
+        wires[BACKWARD] = [u.live(BACKWARD) for u in again]
     if recipe.kept:
-        wires["weights_update"] = [u.update for u in units]
+        wires[UPDATE] = [u.update for u in units]
     wires |= {wire: [u.hops[i] for u in units] for i, wire in enumerate(recipe.hops)}
     known = {p.name: p for u in units for p in u.unit.parameters}
     for wire, layouts in wires.items():
@@ -403,7 +404,7 @@ def _check_bits(plan: Plan) -> None:
                 "memory.kind out"
             )
     for wire in recipe.config.wires:
-        alike = [w for w in wires if w.split("_")[0] == wire.split("_")[0]]
+        alike = [w for w in wires if WIRES[w].short == WIRES[wire].short]
         if wire not in wires and recipe.asks(wire) and not any(map(recipe.asks, alike)):
             raise ValueError(
                 f"recipe {recipe.config.name}, {wire}: bits are set, but this plan sends nothing "
@@ -442,7 +443,7 @@ def bytes_per_step(phases: Sequence[tuple[int, Plan]]) -> int | float:
 
 def no_bytes() -> Bytes:
     """Of the wires that every recipe has; a fifth one is there once it has carried something."""
-    return dict.fromkeys(USUAL_WIRES, NOTHING)
+    return dict.fromkeys(wires_among(), NOTHING)
 
 
 def add_bytes(total: Bytes, more: Mapping[Wire, Traffic], times: int = 1) -> None:

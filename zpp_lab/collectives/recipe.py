@@ -23,14 +23,12 @@ from zpp_lab.codecs.layout import Parameter
 from zpp_lab.config.codec import CodecConfig, ExemptConfig
 from zpp_lab.config.model import OUTER, LoraConfig
 from zpp_lab.config.schema import (
-    USUAL_WIRES,
-    WIRES,
     ClusterConfig,
     Config,
     RecipeConfig,
     RuleConfig,
-    Wire,
 )
+from zpp_lab.config.wires import BACKWARD, FORWARD, GATHERS, INTER, INTRA, UPDATE, WIRES, Wire
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RAW = CodecConfig(codec="none")
@@ -99,10 +97,10 @@ class Recipe:
         if self.cluster.world == 1:
             return ()
         if self.config.parts[2] == "none":
-            return ("grads_intra", "grads_inter", "grads_intra")
+            return (INTRA, INTER, INTRA)
         if self.config.two_hops and nodes > 1 and local > 1:
-            return ("grads_intra", "grads_inter")
-        return ("grads_intra",) if local > 1 else ("grads_inter",)
+            return (INTRA, INTER)
+        return (INTRA,) if local > 1 else (INTER,)
 
     def wire(self, wire: Wire) -> CodecConfig:
         """The wire's own codec settings over its short-hand."""
@@ -144,7 +142,7 @@ class Recipe:
     def _settings(self, wire: Wire) -> list[CodecConfig]:
         """The wire's own, and those that rules make of them."""
         own = self.wire(wire)
-        rules = [r for r in self.config.rules if wire in r.wires and not r.exempt]
+        rules = [r for r in self.config.rules if r.holds_on(wire) and not r.exempt]
         return [own, *(rule.set.over(own) for rule in rules)]
 
     def raw_by(self, wire: Wire, parameter: Parameter) -> str:
@@ -164,7 +162,7 @@ class Recipe:
         return {wire: build_codec(self.wire(wire), self._raw_dtype(wire)) for wire in WIRES}
 
     def _raw_dtype(self, wire: Wire) -> torch.dtype:
-        return self.weights_dtype if wire.startswith("weights") else self.grads_dtype
+        return self.weights_dtype if WIRES[wire].dtype == "param" else self.grads_dtype
 
     def base_codec(self, parameter: Parameter) -> Codec:
         """The codec of `parameter` of a frozen base, on any cluster and on both weights' wires."""
@@ -233,7 +231,7 @@ def _exempt(exempt: ExemptConfig, parameter: Parameter) -> bool:
 
 def _matches(rule: RuleConfig, wire: Wire, parameter: Parameter) -> bool:
     return (
-        wire in rule.wires
+        rule.holds_on(wire)
         and fnmatchcase(parameter.name, rule.name)
         and rule.ndim in (None, len(parameter.shape))
         and parameter.numel >= rule.min_numel
@@ -248,7 +246,7 @@ def quantizes_any(recipe: Recipe) -> bool:
 
 def _quantizes(recipe: Recipe, wire: Wire) -> bool:
     asked = not isinstance(build_codec(recipe.wire(wire), torch.float32), RawCodec)
-    ruled = any(wire in r.wires and not r.exempt for r in recipe.config.rules)
+    ruled = any(r.holds_on(wire) and not r.exempt for r in recipe.config.rules)
     return asked or ruled
 
 
@@ -260,7 +258,7 @@ def _check_settings(recipe: RecipeConfig, wire: Wire, settings: CodecConfig) -> 
         codec = build_codec(settings, torch.float32)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
-    if codec.one_hop and not wire.startswith("grads"):
+    if codec.one_hop and WIRES[wire].carries != "gradients":
         raise ValueError(
             f"{place}: codec={settings.codec} sends sums of gradients alone: set it for "
             "recipe.grads, or in rules that name wires (recipe.rules[i].wires)"
@@ -275,12 +273,12 @@ def _check_settings(recipe: RecipeConfig, wire: Wire, settings: CodecConfig) -> 
 
 def _check_reduction(recipe: Recipe) -> None:
     name, cluster = recipe.config.name, recipe.cluster
-    if not recipe.config.two_hops and recipe.wire("grads_intra") != recipe.wire("grads_inter"):
+    if not recipe.config.two_hops and recipe.wire(INTRA) != recipe.wire(INTER):
         raise ValueError(
             f"recipe {name}: one hop sends each gradient once, so grads_intra and grads_inter "
             "must have the same codec; set recipe.grads for both, or recipe.hops=2"
         )
-    asked = [w for w in ("grads_intra", "grads_inter") if _quantizes(recipe, w)]  # type: ignore[arg-type]
+    asked = [w for w in (INTRA, INTER) if _quantizes(recipe, w)]
     if asked and recipe.config.two_hops and not set(asked) & set(recipe.hops):
         raise ValueError(
             f"recipe {name}: {' and '.join(asked)} would carry nothing on a cluster of "
@@ -315,7 +313,7 @@ def _check_shard(recipe: Recipe) -> None:
             f"recipe {config.name}: {said} needs several nodes with several GPUs each, not "
             f"{nodes} × {local}; use {said.rpartition('=')[0]}=world"
         )
-    idle = [wire for wire in USUAL_WIRES[:2] if not recipe.wire(wire).raw]
+    idle = [wire for wire in GATHERS if not recipe.wire(wire).raw]
     if recipe.shards == 1 and nodes * local > 1 and idle:
         raise ValueError(
             f"recipe {config.name}: with {said} every rank holds all weights, so "
@@ -336,13 +334,13 @@ def _check_kept(recipe: Recipe) -> None:
             "recipe.weights_update would carry nothing; use a cluster of several nodes, or leave "
             "recipe.weights_update and recipe.sharding.update out"
         )
-    if differences and not recipe.asks("weights_update"):
+    if differences and not recipe.asks(UPDATE):
         raise ValueError(
             f"recipe {config.name}: recipe.sharding.update=differences needs a codec: "
             "uncompressed weights arrive exactly, without differences; set "
             "recipe.weights_update.bits, or update=weights"
         )
-    inside = [w for w in ("weights_forward", "weights_backward") if recipe.asks(w)]  # type: ignore[arg-type]
+    inside = [w for w in GATHERS if recipe.asks(w)]
     if inside and recipe.kept and cluster.gpus_per_node == 1:
         raise ValueError(
             f"recipe {config.name}: with one GPU a node nothing is sent inside nodes, so "
@@ -375,7 +373,7 @@ def _check_base(recipe: Recipe) -> None:
 
 def _check_weights(recipe: Recipe) -> None:
     config = recipe.config
-    if recipe.wire("weights_forward") == recipe.wire("weights_backward"):
+    if recipe.wire(FORWARD) == recipe.wire(BACKWARD):
         return
     if config.secondary or not config.again:
         why = "recipe.secondary=true" if config.secondary else f"recipe.{config.said('weights')}"

@@ -34,7 +34,8 @@ from zpp_lab.collectives.context import Clock, Memories
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.traffic import Traffic, hop_traffic
 from zpp_lab.collectives.transport import Kind, Link, Shipment, Transport
-from zpp_lab.config.schema import ClusterConfig, Wire
+from zpp_lab.config.schema import ClusterConfig
+from zpp_lab.config.wires import Wire
 
 Names = tuple[str, ...]
 # layouts, and what a rank sends: of one hop on both wires, else hop by hop

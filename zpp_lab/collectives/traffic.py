@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zpp_lab.config.schema import ClusterConfig, Wire
+from zpp_lab.config.schema import ClusterConfig
+from zpp_lab.config.wires import INTER, INTRA, Wire
 
 
 class Traffic(NamedTuple):
@@ -71,14 +72,14 @@ def hop_traffic(
     if len(hops) > 1:
         each = (cut or world) // local
         found: list[tuple[Wire, Traffic]] = [
-            ("grads_intra", Traffic(world * (local - 1) * each * rows[0], 0)),
-            ("grads_inter", Traffic(0, world * (nodes - 1) * rows[1])),
+            (INTRA, Traffic(world * (local - 1) * each * rows[0], 0)),
+            (INTER, Traffic(0, world * (nodes - 1) * rows[1])),
         ]
         back = (node_gather_traffic(cluster, row) for row in rows[2:])
-        return [*found, *(("grads_intra", traffic) for traffic in back)]  # type: ignore[list-item]
+        return [*found, *((INTRA, traffic) for traffic in back)]  # type: ignore[list-item]
     if not hops:
         return []
     return [
-        ("grads_intra", Traffic(world * (local - 1) * rows[0], 0)),
-        ("grads_inter", Traffic(0, world * (world - local) * rows[0])),
+        (INTRA, Traffic(world * (local - 1) * rows[0], 0)),
+        (INTER, Traffic(0, world * (world - local) * rows[0])),
     ]

@@ -32,9 +32,9 @@ from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.plan import UnitPlan
 from zpp_lab.collectives.traffic import NOTHING, Traffic, update_traffic
 from zpp_lab.collectives.transport import HostStreams, Streams, Transport
-from zpp_lab.config.schema import Wire
+from zpp_lab.config.wires import UPDATE, Wire
 
-WIRE: Wire = "weights_update"
+WIRE: Wire = UPDATE
 
 
 def update_noise(seed: int, done: int, ranks: Sequence[int]) -> Noise:

@@ -6,13 +6,14 @@ Configs are `Config` or plain mappings, as folders of older versions hold them t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from typing import Any
 
 from zpp_lab.config.load import load, outdated, written
-from zpp_lab.config.schema import USUAL_WIRES, WIRES, Config, RecipeConfig, RuleConfig, Wire
+from zpp_lab.config.schema import Config, RecipeConfig, RuleConfig
+from zpp_lab.config.wires import WIRES, Wire
 from zpp_lab.files import conf_dirs, read_yaml
 
 RAW = "raw"  # the tensor's own bytes
@@ -22,6 +23,10 @@ _CODEC = (".bits", ".codec")  # a wire's settings that give it one
 _OF_WIRES = ("recipe.weights", "recipe.grads")  # and those of one direction or link
 _NONE: tuple[Any, ...] = (None, [])  # values that a name leaves out
 _NAME = 100  # characters that an arm's name may have, which is shown beside others
+_RULED = ("rules", "phases")  # a recipe's settings that hold rules
+RULED = tuple(f"recipe.{name}" for name in _RULED)
+# As which older folders hold a rule for every wire: before the fifth one came, and after.
+_FOUR, EVERY_WIRE = ([w for w, s in WIRES.items() if s.number < n] for n in (4, 5))
 # Settings that may differ between two starts of one run: they change no numbers.
 FREE = (
     "run",
@@ -47,26 +52,44 @@ def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
     it did before there was a choice. One that is gone, with a value that did what is done without
     it, is left out."""
     if isinstance(config, Config):
-        return flatten(asdict(config))
+        return _completed(flatten(asdict(config)), "recipe.")
     stored = {k: v for k, v in flatten(_settings(config)).items() if not outdated(k, v)}
-    if "recipe.sharding.weights" not in stored:  # of before there was a fifth wire
-        stored |= {"recipe.rules": [_completed(r) for r in stored.get("recipe.rules") or ()]}
-    return flatten(asdict(Config())) | stored
+    return flatten(asdict(Config())) | _completed(stored, "recipe.")
 
 
 def stored_config(config: Mapping[str, Any]) -> Config:
     """What a run's config.yaml holds, as `load` has it."""
-    return load(Config, _settings(config) if isinstance(config, Mapping) else config)
+    if not isinstance(config, Mapping):
+        return load(Config, config)
+    settings, recipe = _settings(config), config.get("recipe")
+    own = {"recipe": _completed(recipe)} if isinstance(recipe, Mapping) else {}
+    return load(Config, settings | own)
+
+
+def stored_recipe(recipe: Mapping[str, Any]) -> RecipeConfig:
+    """What the recipe in a run's config.yaml holds, as `load` has it."""
+    return load(RecipeConfig, _completed(recipe))
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in config.items() if k != DERIVED}
 
 
-def _completed(rule: Mapping[str, Any]) -> dict[str, Any]:
-    """A rule for every wire that there was is one for every wire that there is."""
-    usual = list(rule.get("wires") or ()) == list(USUAL_WIRES)
-    return {**rule, **({"wires": list(WIRES)} if usual else {})}
+def _completed(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A recipe's settings, flat or nested, where a rule for every wire that there was is one for
+    every wire that there is."""
+    fifth = f"{prefix}sharding.weights" in flatten(dict(recipe))
+    every = [EVERY_WIRE] if fifth else [EVERY_WIRE, _FOUR]
+    names = [name for key in _RULED if recipe.get(name := prefix + key)]
+    return dict(recipe) | {name: with_wires(recipe[name], every, None) for name in names}
+
+
+def with_wires(value: Any, every: Sequence[Any], now: Any) -> Any:
+    """Return rules, or phases with rules, with `now` for wires that are one of `every`."""
+    if isinstance(value, Mapping):
+        own = {k: with_wires(v, every, now) for k, v in value.items()}
+        return own | ({"wires": now} if "wires" in value and value["wires"] in every else {})
+    return [with_wires(one, every, now) for one in value] if isinstance(value, list) else value
 
 
 def every_setting(config: Config) -> dict[str, Any]:
@@ -121,7 +144,7 @@ def _sent(recipe: RecipeConfig, wire: Wire) -> list[dict[str, Any]]:
     that fits holds. A rule that changes nothing is left out."""
     own, usual = recipe.wire(wire), RuleConfig()
     sent = [own.resolved()]
-    for rule in (rule for rule in recipe.rules if wire in rule.wires):
+    for rule in (rule for rule in recipe.rules if rule.holds_on(wire)):
         every = {key: getattr(rule, key) for key in _SCOPE}
         scope = {key: value for key, value in every.items() if value != getattr(usual, key)}
         brought = {"codec": "none"} if rule.exempt else rule.set.over(own).resolved()

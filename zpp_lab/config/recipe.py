@@ -13,12 +13,7 @@ from pydantic.dataclasses import dataclass
 from zpp_lab.config.codec import STRICT as _STRICT
 from zpp_lab.config.codec import CodecConfig, ExemptConfig
 from zpp_lab.config.codec import need as _need
-
-Wire = Literal[
-    "weights_forward", "weights_backward", "grads_intra", "grads_inter", "weights_update"
-]
-WIRES: tuple[Wire, ...] = get_args(Wire)
-USUAL_WIRES = WIRES[:4]  # of every recipe; the fifth needs recipe.sharding
+from zpp_lab.config.wires import WIRES, Wire
 
 Part = Literal["none", "node", "world"]
 Parts = tuple[Part, Part, Part]  # of weights, gradients, optimizer
@@ -39,9 +34,13 @@ class RuleConfig:
     ndim: int | None = None
     min_numel: int = 0
     max_numel: int | None = None
-    wires: list[Wire] = field(default_factory=lambda: list(WIRES))
+    wires: list[Wire] | None = None  # None: every one
     exempt: bool = False
     set: CodecConfig = field(default_factory=CodecConfig)
+
+    def holds_on(self, wire: Wire) -> bool:
+        """Return whether the rule is for that wire."""
+        return self.wires is None or wire in self.wires
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -184,14 +183,14 @@ class RecipeConfig:
 
     @property
     def wires(self) -> tuple[Wire, ...]:
-        return WIRES if self.kept else USUAL_WIRES
+        return tuple(w for w, s in WIRES.items() if not s.needs or getattr(self, s.needs))
 
     @property
     def coded(self) -> bool:
         """Whether a codec, or a difference in place of a weight, changes what travels."""
         rules = [rule for rule in self.rules if not rule.exempt]
         own = [(self.wire(wire), wire) for wire in self.wires]
-        ruled = [rule.set.over(c) for c, wire in own for rule in rules if wire in rule.wires]
+        ruled = [rule.set.over(c) for c, wire in own for rule in rules if rule.holds_on(wire)]
         later = [own for phase in self.phases for own in phase.changes.values()]
         each = [*(codec for codec, _ in own), *ruled, *later]
         coded = any(isinstance(codec, CodecConfig) and not codec.raw for codec in each)
@@ -242,9 +241,9 @@ class RecipeConfig:
 
     def wire(self, wire: Wire) -> CodecConfig:
         """The wire's own codec settings over its short-hand."""
-        short = self.weights if wire.startswith("weights") else self.grads
-        own: CodecConfig = getattr(self, wire)
-        return own.over(short)
+        spec = WIRES[wire]
+        own: CodecConfig = CodecConfig() if spec.codecs == "none" else getattr(self, wire)
+        return own.over(getattr(self, spec.short)) if spec.short else own
 
     def phased(self, steps: int) -> list[tuple[int, RecipeConfig]]:
         """What holds in a run of `steps`: by the steps that are done when it begins, from 0 on,
@@ -295,7 +294,7 @@ class RecipeConfig:
         rules = [r for r in self.rules if not r.exempt]
         for wire in self.wires:
             own = self.wire(wire)
-            ruled = [rule.set.over(own) for rule in rules if wire in rule.wires]
+            ruled = [rule.set.over(own) for rule in rules if rule.holds_on(wire)]
             try:
                 for settings in (own, *ruled):
                     settings.check()
@@ -310,9 +309,9 @@ class RecipeConfig:
                 raise ValueError(f"recipe {self.name}, {wire}: {error}") from None
 
     def _check_sparse(self, wire: Wire, settings: CodecConfig) -> None:
-        kept = wire == "weights_update" and self.sharding.update == "differences"
+        allowed, update = WIRES[wire].codecs, self.sharding.update
         _need(
-            settings.codec != "topk" or wire.startswith("grads") or kept,
+            settings.codec != "topk" or allowed in ("all", update),
             "codec=topk would set all but the selected weights to 0: set it for "
             "recipe.grads, in rules that name wires (recipe.rules[i].wires), or for "
             "recipe.weights_update with recipe.sharding.update=differences (codec=topk)",
@@ -338,7 +337,7 @@ def _check_memory(wire: Wire, remembered: list[CodecConfig]) -> None:
     """ValueError where a memory would have nothing to do. `remembered`: a wire's own settings and
     those of rules, as far as they ask for one."""
     _need(
-        not remembered or wire.startswith("grads"),
+        not remembered or WIRES[wire].residual,
         "memory.kind=residual works only for gradients: leave it out of weights, and of rules "
         "that name their wires (recipe.rules[i].wires)",
     )

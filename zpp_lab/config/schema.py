@@ -19,13 +19,10 @@ from zpp_lab.config.codec import STRICT as _STRICT
 from zpp_lab.config.codec import need as _need
 from zpp_lab.config.data import DataConfig
 from zpp_lab.config.model import ModelConfig
-from zpp_lab.config.recipe import USUAL_WIRES as USUAL_WIRES
-from zpp_lab.config.recipe import WIRES as WIRES
 from zpp_lab.config.recipe import PhaseConfig as PhaseConfig
 from zpp_lab.config.recipe import RecipeConfig
 from zpp_lab.config.recipe import RuleConfig as RuleConfig
 from zpp_lab.config.recipe import ShardingConfig as ShardingConfig
-from zpp_lab.config.recipe import Wire as Wire
 
 # Held-out tokens below which no verdict is given, and below which there is a warning. All seeds
 # share the held-out text, and few documents say little of how much others differ. By the documents

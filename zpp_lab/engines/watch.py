@@ -14,7 +14,7 @@ from zpp_lab.codecs.kernels import padded_rows
 from zpp_lab.codecs.layout import Layout
 from zpp_lab.codecs.numerics import fold_sum
 from zpp_lab.collectives.plan import PassUse, Plan
-from zpp_lab.config.schema import Wire
+from zpp_lab.config.wires import GATHERS, Wire
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.models.params import param_class
 
@@ -108,8 +108,7 @@ def gathered_in_vain(plan: Plan, passes: Sequence[PassUse]) -> set[tuple[Wire, s
     gathered them ahead."""
     vain: set[tuple[Wire, str]] = set()
     for unit in plan.units:
-        wires: tuple[Wire, Wire] = ("weights_forward", "weights_backward")
-        for wire, times in zip(wires, unit.gathers(passes), strict=True):
+        for wire, times in zip(GATHERS, unit.gathers(passes), strict=True):
             vain |= set() if times else {(wire, p.name) for p in unit.unit.parameters}
     return vain
 

@@ -35,6 +35,7 @@ from zpp_lab.config.codec import BITS, BLOCK_SIZES, NORMAL_BITS, CodecConfig
 from zpp_lab.config.load import load
 from zpp_lab.config.parser import check_own
 from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig, RuleConfig
+from zpp_lab.config.wires import FORWARD, GATHERS
 from zpp_lab.files import conf_dir, conf_dirs, text_table, write_atomic
 from zpp_lab.tools.evaluate import Bench
 from zpp_lab.tools.export.model import open_run
@@ -45,7 +46,6 @@ PROBES = (4, 3)  # bits: errors large enough to see, small enough to stay in pro
 CHOSEN = ("codec", "bits", "block_size", "symmetric", "scale_dtype")
 LEVELS = (("block", True), ("block", False), ("normal", True))  # codec, symmetric
 POWER = 1  # of NAMES in tools/plan/law.py: a gap grows as this power of the weights' error
-GATHERS = ["weights_forward", "weights_backward"]
 _WRITTEN = ": zpp-lab tune "  # in a recipe's first line
 
 
@@ -271,11 +271,11 @@ def _recipe(
         held[codec] = held.get(codec, 0) + c.numel
     common = max(held, key=lambda codec: held[codec])
     rules = [
-        {"name": pattern, "wires": GATHERS, "set": _given(c.codec)}
+        {"name": pattern, "wires": list(GATHERS), "set": _given(c.codec)}
         for pattern, c in chosen.items()
         if c.codec != common
     ]
-    rules += [_exempting(r) for r in config.recipe.rules if r.exempt and GATHERS[0] in r.wires]
+    rules += [_exempting(r) for r in config.recipe.rules if r.exempt and r.holds_on(FORWARD)]
     exempt = config.recipe.exempt
     given = {"max_ndim": exempt.max_ndim, "names": exempt.names, "below_numel": exempt.below_numel}
     values = {
@@ -290,7 +290,7 @@ def _recipe(
 def _exempting(rule: RuleConfig) -> dict[str, Any]:
     sizes = {"ndim": rule.ndim, "min_numel": rule.min_numel, "max_numel": rule.max_numel}
     given = {k: v for k, v in sizes.items() if v}
-    return {"name": rule.name, "wires": GATHERS, **given, "exempt": True}
+    return {"name": rule.name, "wires": list(GATHERS), **given, "exempt": True}
 
 
 def _check(
@@ -308,7 +308,7 @@ def _check(
     for c in classes:
         wanted.update(dict.fromkeys(c.names, chosen[c.pattern].codec))
     for name, shape in shapes.items():
-        codec = made.codec("weights_forward", Parameter(name, shape, cluster.world))
+        codec = made.codec(FORWARD, Parameter(name, shape, cluster.world))
         own = None
         if isinstance(codec, BlockCodec):
             named = "normal" if isinstance(codec, NormalCodec) else "block"
@@ -334,9 +334,7 @@ def recipe_text(tuned: Tuned, source: Path) -> str:
             "below_numel": recipe.exempt.below_numel,
         }
     values["rules"] = [
-        _exempting(r)
-        if r.exempt
-        else {"name": r.name, "wires": list(r.wires), "set": _given(r.set)}
+        _exempting(r) if r.exempt else {"name": r.name, "wires": r.wires, "set": _given(r.set)}
         for r in recipe.rules
     ]
     head = (

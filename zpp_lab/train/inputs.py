@@ -18,7 +18,8 @@ from zpp_lab.config.compose import run_dir
 from zpp_lab.config.data import DataConfig
 from zpp_lab.config.flat import stored_config
 from zpp_lab.config.model import check_model_path
-from zpp_lab.config.schema import WIRES, Config
+from zpp_lab.config.schema import Config
+from zpp_lab.config.wires import WIRES
 from zpp_lab.files import (
     CONFIG,
     HELDOUT,

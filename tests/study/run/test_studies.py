@@ -12,8 +12,9 @@ import pytest
 from zpp_lab.config.compose import compose, load_study, study_names
 from zpp_lab.config.flat import flat_config
 from zpp_lab.config.recipe import POINTS
-from zpp_lab.config.schema import WIRES, Config
+from zpp_lab.config.schema import Config
 from zpp_lab.config.study import ArmConfig, StudyConfig
+from zpp_lab.config.wires import WIRES
 from zpp_lab.engines.build import build_plan
 from zpp_lab.models import build_model
 from zpp_lab.study.run.plan import Planner, differences

@@ -15,7 +15,8 @@ from typing import Any
 
 from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.config.codec import CodecConfig, ExemptConfig
-from zpp_lab.config.schema import USUAL_WIRES, Config, EngineConfig, Wire
+from zpp_lab.config.schema import Config, EngineConfig
+from zpp_lab.config.wires import BACKWARD, FORWARD, INTER, INTRA, WIRES, Wire, wires_among
 
 WEIGHT_BITS, GRAD_BITS = 8, 4
 # What a codec may say beside its bits: DeepSpeed's own values, or nothing.
@@ -76,11 +77,11 @@ def _zero(config: Config) -> dict[str, Any]:
 
 
 def quantizes_weights(config: Config) -> bool:
-    return _bits(Recipe(config.recipe, config.cluster), "weights_forward") is not None
+    return _bits(Recipe(config.recipe, config.cluster), FORWARD) is not None
 
 
 def quantizes_grads(config: Config) -> bool:
-    return _bits(Recipe(config.recipe, config.cluster), "grads_inter") is not None
+    return _bits(Recipe(config.recipe, config.cluster), INTER) is not None
 
 
 def _bits(recipe: Recipe, wire: Wire) -> int | None:
@@ -128,20 +129,19 @@ def _check_recipe(config: Config) -> None:
         ),
     ):
         _need(wanted, said)
-    for wire in USUAL_WIRES:
-        _check_codec(wire, checked.wire(wire), WEIGHT_BITS if "weights" in wire else GRAD_BITS)
-    forward, backward = _bits(checked, "weights_forward"), _bits(checked, "weights_backward")
-    _need(
-        forward == backward, "different weights_forward and weights_backward (set recipe.weights)"
-    )
+    for wire in wires_among():
+        bits = WEIGHT_BITS if WIRES[wire].carries == "weights" else GRAD_BITS
+        _check_codec(wire, checked.wire(wire), bits)
+    forward, backward = _bits(checked, FORWARD), _bits(checked, BACKWARD)
+    _need(forward == backward, f"different {FORWARD} and {BACKWARD} (set recipe.weights)")
     _check_hops(checked)
 
 
 def _check_hops(checked: Recipe) -> None:
     """qgZ is both hops at 4 bits, and nothing else."""
-    intra, inter = _bits(checked, "grads_intra"), _bits(checked, "grads_inter")
+    intra, inter = _bits(checked, INTRA), _bits(checked, INTER)
     hops = checked.config.hops
-    _need(intra == inter, "different grads_intra and grads_inter (set recipe.grads)")
+    _need(intra == inter, f"different {INTRA} and {INTER} (set recipe.grads)")
     _need(
         (hops == 2) == (inter is not None),
         f"recipe.hops={hops} with {'raw' if inter is None else 'quantized'} gradients "

@@ -49,7 +49,7 @@ from zpp_lab.collectives.transport import (
     reduce_scatter,
 )
 from zpp_lab.collectives.update import Update
-from zpp_lab.config.schema import Wire
+from zpp_lab.config.wires import BACKWARD, FORWARD, INTER, INTRA
 from zpp_lab.engines.fsdp.gradients import LandedReduce, Landing, Present
 from zpp_lab.engines.fsdp.packed import Box, Fallbacks, Packed
 
@@ -117,7 +117,7 @@ class PackedGather(AllGather):
             self.gather.send(output_tensor.box.packet)
             return None
         self.fallbacks.note("an all-gather of plain tensors")
-        wire: Wire = "weights_backward" if in_backward() else "weights_forward"
+        wire = BACKWARD if in_backward() else FORWARD
         self.gather.ledger.add(wire, Traffic(*(n * _nbytes(input_tensor) for n in self.peers)))
         out = output_tensor.box.plain if isinstance(output_tensor, Packed) else output_tensor
         row = input_tensor.box.plain if isinstance(input_tensor, Packed) else input_tensor
@@ -152,8 +152,8 @@ class PackedReduce(LandedReduce):
                 "recipe.sharding.grads=world"
             )
         inside, beyond = peers(self.reduce.cluster, "world")
-        self.reduce.ledger.add("grads_intra", Traffic(inside * _nbytes(out), 0))
-        self.reduce.ledger.add("grads_inter", Traffic(0, beyond * _nbytes(out)))
+        self.reduce.ledger.add(INTRA, Traffic(inside * _nbytes(out), 0))
+        self.reduce.ledger.add(INTER, Traffic(0, beyond * _nbytes(out)))
         reduce_scatter(out, rows, group=group)
 
 

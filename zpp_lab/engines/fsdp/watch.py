@@ -17,7 +17,7 @@ from zpp_lab.codecs import kernels
 from zpp_lab.codecs.errors import ErrorSums, Telemetry, telemetry
 from zpp_lab.codecs.layout import Layout
 from zpp_lab.collectives.transport import all_gather
-from zpp_lab.config.schema import Wire
+from zpp_lab.config.wires import BACKWARD, INTER, WIRES, Wire
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.engines.watch import Watch
 
@@ -66,12 +66,12 @@ class RankWatch:
 
     def _moment(self, wire: Wire) -> int:
         """Every micro-step gathers the same."""
-        return self.micro if wire.startswith("grads") else 0
+        return self.micro if WIRES[wire].pattern == "hop" else 0
 
     def weights(self, wire: Wire, layout: Layout, shards: Sequence[Tensor], row: Tensor) -> None:
         if self.micro == 0:
             after = _decoded(layout, row, [s.dtype for s in shards])
-            place = (0, int(wire == "weights_backward"), 0, 0)
+            place = (0, int(wire == BACKWARD), 0, 0)
             self._look(place, wire, layout, after)
 
     def gradients(self, layout: Layout, grads: Sequence[Tensor]) -> None:
@@ -90,7 +90,7 @@ class RankWatch:
             self.watch.encoded_again(wire, self.micro, ranks, layout, before, payload)
         if self.check:
             after = _decoded(layout, payload, [torch.float32] * len(before))
-            place = (1, rank, self.micro, 2 if wire == "grads_inter" else 1)
+            place = (1, rank, self.micro, 2 if wire == INTER else 1)
             self._look(place, wire, layout, after, rank)
 
     def mean(self, name: str) -> None:

@@ -29,7 +29,8 @@ from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.plan import PassUse, Plan, StepUse, plans_by_step
 from zpp_lab.collectives.recipe import DTYPES
 from zpp_lab.collectives.update import update_noise
-from zpp_lab.config.schema import Config, Wire
+from zpp_lab.config.schema import Config
+from zpp_lab.config.wires import BACKWARD, FORWARD, UPDATE, Wire
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
 from zpp_lab.engines.frozen import Marks, check_marks, decode_shards, encode_shards, mark
 from zpp_lab.engines.fsdp.prefetch import Usage
@@ -115,12 +116,7 @@ class VirtualEngine(Engine):
 
     def _follow(self) -> None:
         """Make what every step under this plan writes anew, at places that stay."""
-        own = [
-            s.name
-            for u in self.plan.units
-            if u.own_backward
-            for s in u.live("weights_backward").segments
-        ]
+        own = [s.name for u in self.plan.units if u.own_backward for s in u.live(BACKWARD).segments]
         self.reductions = [
             Reduction(unit, self.device, self.ledger, self.memories)
             for unit in together(self.plan.units)
@@ -253,8 +249,8 @@ class VirtualEngine(Engine):
 
     def _gather_both(self, step: int, watch: Watch) -> None:
         """Load the forward's weights. Where backward's differ, keep both of them."""
-        self._gather(step, "weights_forward", self.weights, watch)
-        self._gather(step, "weights_backward", self.backward, watch)
+        self._gather(step, FORWARD, self.weights, watch)
+        self._gather(step, BACKWARD, self.backward, watch)
         for name, value in self.forward.items():
             value.copy_(self.weights[name].detach())
 
@@ -276,7 +272,7 @@ class VirtualEngine(Engine):
                     copies = range(first, first + world)
                     watch.encoded(wire, 0, copies, layout, errors)
                     if unit.repeats_forward:  # a real backward gathers the same bits once more
-                        watch.encoded("weights_backward", 0, copies, layout, errors)
+                        watch.encoded(BACKWARD, 0, copies, layout, errors)
                 outs = [into[s.name].detach() for s in layout.segments]
                 kernels.decode(layout, payload, outs)
                 if watch.check:
@@ -306,7 +302,7 @@ class VirtualEngine(Engine):
             payload = torch.empty(len(ranks), layout.nbytes, dtype=torch.uint8, device=self.device)
             errors = watch.room(layout, payload)
             kernels.encode_update(layout, masters, kept, differences, noise, payload, errors)
-            watch.encoded("weights_update", 0, ranks, layout, errors)
+            watch.encoded(UPDATE, 0, ranks, layout, errors)
             kernels.decode(layout, payload, kept, differences)
 
     def _round_sources(self) -> None:
@@ -357,7 +353,7 @@ class VirtualEngine(Engine):
         self.enter(step)
         if wire:
             self._start(step)
-            self._gather(step, "weights_forward", self.weights, Watch())
+            self._gather(step, FORWARD, self.weights, Watch())
         else:
             self._load({n: p.detach() for n, p in self.master.items()})
         self.model.eval()

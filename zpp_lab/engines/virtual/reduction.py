@@ -24,7 +24,7 @@ from zpp_lab.collectives.context import Memories
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.plan import Unit, UnitPlan
 from zpp_lab.collectives.reduce import uneven
-from zpp_lab.config.schema import Wire
+from zpp_lab.config.wires import Wire
 from zpp_lab.engines.watch import Watch
 
 TOGETHER = 2**24  # elements of units that are reduced together at most

@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.config.flat import flat_config, flatten, is_free
+from zpp_lab.config.flat import EVERY_WIRE, RULED, flat_config, flatten, is_free, with_wires
 from zpp_lab.config.schema import Config
 from zpp_lab.files import CONFIG, METRICS, read_yaml
 from zpp_lab.runs.metrics import Record, read, to_json
@@ -48,10 +48,11 @@ class History:
 
 def settings_digest(config: Config | Mapping[str, Any]) -> str:
     """The digest of the settings that decide a run's numbers and differ from their defaults: a
-    setting that a later version adds changes nothing."""
+    setting that a later version adds changes nothing. A rule for every wire counts as one for those
+    that there were when digests were first written."""
     usual = flatten(asdict(Config()))
     own = {
-        key: value
+        key: with_wires(value, [None], EVERY_WIRE) if key in RULED else value
         for key, value in flat_config(config).items()
         if not is_free(key) and key not in _PLACES and value != usual.get(key)
     }

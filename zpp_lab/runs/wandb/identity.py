@@ -15,15 +15,25 @@ from typing import Any
 
 import numpy as np
 
-from zpp_lab.config.flat import RAW, arm_name, arm_of, run_name, within
-from zpp_lab.config.schema import USUAL_WIRES, WIRES, Wire
+from zpp_lab.config.flat import (
+    DERIVED,
+    RAW,
+    arm_name,
+    arm_of,
+    every_setting,
+    run_name,
+    stored_config,
+    within,
+)
+from zpp_lab.config.wires import WIRES, Wire
 from zpp_lab.runs.metrics import Record
 from zpp_lab.runs.wandb.baseline import Baseline
 from zpp_lab.runs.wandb.folder import RunFolder
 
 _TAG = 64  # characters that a tag may have, in wandb
 _NOT_SHOWN = ("tracking", "run", "seed")  # where and how a run was watched changes no numbers
-_EVERY = {"name": "*", "ndim": None, "min_numel": 0, "max_numel": None}  # a rule for all of them
+_BY_KIND = sorted(WIRES.values(), key=lambda spec: spec.carries != "weights")
+_TAGS = tuple(dict.fromkeys(spec.tag for spec in _BY_KIND))  # in this order
 MADE_WITH = ("machine", "versions", "commit", "commits", "data")  # of an outcome: words
 _NAMES = ("study", "arm", "recipe", "seed", "cluster")  # of an outcome: in the config already
 SHOWN = {  # series that have a panel of their own in wandb → their names there
@@ -69,14 +79,13 @@ def own_tags(tracking: Mapping[str, Any]) -> list[str]:
 
 def tags(config: Mapping[str, Any]) -> list[str]:
     """The user's own, then recipe, bits of weights and gradients, cluster and engine."""
-    recipe = _section(config, "recipe")
     cluster, engine = _section(config, "cluster"), _section(config, "engine")
-    sent = {wire: codec_label(recipe, wire) for wire in _wires(recipe)}
+    sent: dict[str, list[str]] = {}
+    for wire, label in codec_labels(config).items():
+        sent.setdefault(WIRES[wire].tag, []).append(label)
     named = {
         "recipe": arm_name(config),  # as it is: a baseline's tag on 4 bits would mislead
-        "weights": _pair(sent["weights_forward"], sent["weights_backward"]),
-        "update": sent.get("weights_update"),
-        "grads": _pair(sent["grads_intra"], sent["grads_inter"]),
+        **{tag: "+".join(dict.fromkeys(sent[tag])) for tag in _TAGS if tag in sent},
         "cluster": f"{cluster.get('nodes')}x{cluster.get('gpus_per_node')}" if cluster else None,
         "engine": engine.get("name"),
     }
@@ -84,46 +93,32 @@ def tags(config: Mapping[str, Any]) -> list[str]:
     return [*own, *(within(_TAG, f"{key}={value}") for key, value in named.items() if value)]
 
 
-def _wires(recipe: Mapping[str, Any]) -> tuple[Wire, ...]:
-    """The recipe's, as `RecipeConfig.kept` says: with node-replicated weights there is one more."""
-    parts, shard = _section(recipe, "sharding"), recipe.get("shard") or "world"
-    whole = (recipe.get("stage") or 3) < 3
-    weights = parts.get("weights") or ("none" if whole else shard)
-    kept = weights == "node" or (weights == "none" and parts.get("update") == "differences")
-    return WIRES if kept and (parts.get("optimizer") or shard) == "world" else USUAL_WIRES
+def codec_labels(config: Mapping[str, Any]) -> dict[Wire, str]:
+    """What each wire carries: bits such as "4", a codec's name, or "raw". Where rules give some
+    parameters another codec, all that it carries: "raw/4"; in phases, one after another: "8>4".
+
+    As the run's config.yaml records it; older ones have settings alone.
+    """
+    record = config[DERIVED] if DERIVED in config else every_setting(stored_config(config))[DERIVED]
+    first = {wire: sent for wire, sent in record.items() if wire in WIRES}
+    phases = [first, *(own for name, own in record.items() if name not in first)]
+    return {
+        wire: ">".join(label for label, _ in groupby(_label(own[wire]) for own in phases))
+        for wire in first
+    }
 
 
-def codec_label(recipe: Mapping[str, Any], wire: str) -> str:
-    """What a wire carries: bits such as "4", a codec's name, or "raw". Where rules give some
-    parameters another codec, all that it carries: "raw/4"; in phases, one after another: "8>4"."""
-    told, held = [], dict(recipe)
-    for phase in ({}, *(recipe.get("phases") or ())):
-        held |= {key: value for key, value in phase.items() if value is not None}
-        told.append(_in_phase(held, wire))
-    return ">".join(label for label, _ in groupby(told))
+def _label(sent: Mapping[str, Any]) -> str:
+    """Of one wire in one phase."""
+    codecs = [sent, *sent.get("rules", ())]
+    return "/".join(dict.fromkeys(map(_codec_label, codecs)))
 
 
-def _in_phase(recipe: Mapping[str, Any], wire: str) -> str:
-    labels = [_label(recipe, wire, {})]
-    for rule in recipe.get("rules") or ():
-        if wire not in rule.get("wires", WIRES):
-            continue
-        label = RAW if rule.get("exempt") else _label(recipe, wire, rule.get("set") or {})
-        scope = {key: rule.get(key, _EVERY[key]) for key in _EVERY}
-        labels = [label] if scope == _EVERY else [*labels, label]
-    return "/".join(dict.fromkeys(labels))
-
-
-def _label(recipe: Mapping[str, Any], wire: str, ruled: Mapping[str, Any]) -> str:
-    codec, bits = (
-        _setting(recipe, wire, key) if ruled.get(key) is None else ruled[key]
-        for key in ("codec", "bits")
-    )
-    if codec == "normal":
-        return f"normal{bits}"
-    if codec not in (None, "block", "none"):
-        return str(codec)
-    return str(bits) if bits else RAW
+def _codec_label(sent: Mapping[str, Any]) -> str:
+    codec, bits = sent["codec"], sent.get("bits")
+    if codec == "block":
+        return str(bits)
+    return RAW if codec == "none" else f"normal{bits}" if codec == "normal" else str(codec)
 
 
 def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,8 +129,7 @@ def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
     `wires` says what each wire carries, short-hands and rules resolved; `bits` the same as numbers,
     of wires that have one.
     """
-    recipe = _section(config, "recipe")
-    labels = {wire: codec_label(recipe, wire) for wire in _wires(recipe)}
+    labels = codec_labels(config)
     first = {
         "study": _section(config, "run").get("study"),
         "arm": arm_of(config),
@@ -147,23 +141,12 @@ def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
             if (own := label.removeprefix("normal")).isdigit()
         },
     }
-    rest = {key: value for key, value in config.items() if key not in _NOT_SHOWN}
+    rest = {key: value for key, value in config.items() if key not in (*_NOT_SHOWN, DERIVED)}
     return _without_nothing({**first, **rest})
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return config.get(name) or {}
-
-
-def _setting(recipe: Mapping[str, Any], wire: str, key: str) -> Any:
-    """A wire's own setting, else its short-hand's."""
-    short = "weights" if wire.startswith("weights") else "grads"
-    own = _section(recipe, wire).get(key)
-    return _section(recipe, short).get(key) if own is None else own
-
-
-def _pair(one: str, other: str) -> str:
-    return one if one == other else f"{one}+{other}"
 
 
 def _sweep(folder: RunFolder, run: Mapping[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from zpp_lab.config.schema import WIRES
+from zpp_lab.config.wires import WIRES
 from zpp_lab.runs.metrics import Record, read
 from zpp_lab.runs.wandb.baseline import LOSSES, Baseline, find_baseline
 from zpp_lab.runs.wandb.folder import RunFolder

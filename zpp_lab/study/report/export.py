@@ -15,7 +15,7 @@ from typing import Any
 
 from zpp_lab.config.flat import differing, flat_config
 from zpp_lab.config.parser import check_own
-from zpp_lab.config.schema import USUAL_WIRES, WIRES, Wire
+from zpp_lab.config.wires import Wire, wires_among
 from zpp_lab.runs.reader import READOUTS, Run, read_metrics
 from zpp_lab.study.judge.noise import mean_points
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult, read_result
@@ -80,7 +80,7 @@ def run_rows(results: Sequence[StudyResult], roots: Sequence[Path]) -> list[Row]
     factors = sorted(
         {name for result in results for arm in result.arms for name in arm.arm.factors}
     )
-    wires = WIRES if any("weights_update" in run.quantized for run in runs) else USUAL_WIRES
+    wires = wires_among(run.quantized for run in runs)
     return [
         _run_row(result, arm, seed, run, root, wires)
         | {f"factor.{name}": arm.arm.factors.get(name) for name in factors}

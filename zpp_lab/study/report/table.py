@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from zpp_lab.config.schema import USUAL_WIRES, WIRES
-from zpp_lab.files import shares, text_table
+from zpp_lab.config.wires import WIRES, Wire, shares, wires_among
+from zpp_lab.files import text_table
 from zpp_lab.runs.reader import READOUTS, Run
 from zpp_lab.study.judge.claims import EXPECTED, MARK, ON_PAR_MARKED
 from zpp_lab.study.judge.families import look_sizes
@@ -31,10 +31,9 @@ _FIELDS = (
     "heldout_loss",
     "heldout_loss_master",
     "gap",
-    *(f"bytes_{wire}_{hop}" for wire in USUAL_WIRES for hop in _HOPS),
-    *(f"quantized_{wire}" for wire in USUAL_WIRES),
+    *(f"bytes_{wire}_{hop}" for wire in wires_among() for hop in _HOPS),
+    *(f"quantized_{wire}" for wire in wires_among()),
 )
-_UPDATE = ("bytes_weights_update_intra", "bytes_weights_update_inter", "quantized_weights_update")
 COLUMNS = (
     "Arm",
     "Verdict",
@@ -60,19 +59,24 @@ def results_csv(result: StudyResult) -> str:
     quantized_WIRE the part of a step's bytes there that codecs made (0 to 1). readout_loss, where
     runs have one: the mean training loss of the last `train.readout_steps`. READOUTS, where runs
     have them: the share of held-out tokens predicted, and the held-out loss in bits a byte.
-    weights_update has columns where a run has that wire.
+    A wire that not every recipe has comes last, where a run has it.
     """
     text = io.StringIO()
     second = ["readout_loss"] if any(run.readout for run in result.runs) else []
     second += known_readouts(result.runs)
-    fifth = _UPDATE if any("weights_update" in run.quantized for run in result.runs) else ()
-    fields = [*_FIELDS, *fifth, *second]
+    there = wires_among(run.quantized for run in result.runs)
+    own = [name for wire in there if WIRES[wire].needs for name in _columns(wire)]
+    fields = [*_FIELDS, *own, *second]
     writer = csv.DictWriter(text, fields, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     for arm in result.arms:
         for seed, run in sorted(arm.runs.items()):
             writer.writerow(_csv_row(arm, seed, run))
     return text.getvalue()
+
+
+def _columns(wire: Wire) -> list[str]:
+    return [*(f"bytes_{wire}_{hop}" for hop in _HOPS), f"quantized_{wire}"]
 
 
 def known_readouts(runs: Iterable[Run]) -> tuple[str, ...]:

@@ -23,9 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.config.codec import CodecConfig
-from zpp_lab.config.flat import flatten
-from zpp_lab.config.load import load
-from zpp_lab.config.schema import RecipeConfig
+from zpp_lab.config.flat import flatten, stored_recipe
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 from zpp_lab.study.speed.results import (
     BASE,
@@ -109,8 +107,8 @@ def recipe_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
     Two recipes do the same when these are equal. ValueError for settings that there are not.
     """
-    config = load(RecipeConfig, recipe)
-    wires = {wire: _wire(getattr(config, wire), config, wire) for wire in config.wires}
+    config = stored_recipe(recipe)
+    wires = {wire: _wire(config.wire(wire)) for wire in config.wires}
     found = {name: getattr(config, name) for name in ("secondary", "hops", "order")}
     found |= {"sharding": list(config.parts)} | flatten(wires)
     if config.kept:
@@ -122,8 +120,7 @@ def recipe_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return found | lists
 
 
-def _wire(own: CodecConfig, config: RecipeConfig, wire: str) -> dict[str, Any]:
-    codec = own.over(config.weights if wire.startswith("weights") else config.grads)
+def _wire(codec: CodecConfig) -> dict[str, Any]:
     if codec.raw:
         return _values(RAW)
     return _values(codec.over(BLOCK) if codec.codec in (None, "block") else codec)

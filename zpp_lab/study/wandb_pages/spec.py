@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.config.flat import as_written
-from zpp_lab.config.schema import USUAL_WIRES, WIRES, Wire
 from zpp_lab.config.study import StudyConfig
+from zpp_lab.config.wires import WIRES, Wire, wires_among
 from zpp_lab.files import parse_json, write_atomic
 from zpp_lab.study.report.style import study_looks
 
@@ -89,13 +89,12 @@ def gap_names(study: StudyConfig) -> list[str]:
 
 
 def wires_of(study: StudyConfig) -> tuple[Wire, ...]:
-    """All that some arm may have: the fifth where an arm, or its recipe's file, has weights in the
-    node or sends differences of them."""
+    """All that some arm may have: some wires only where an arm, or its recipe's file, has a setting
+    that brings them."""
     said = [*study.overrides, *(o for arm in study.arms for o in arm.overrides)]
     files = [as_written(o.removeprefix("recipe=")) for o in said if o.startswith("recipe=")]
     settings = {f"{key}={value}" for file in files for key, value in file.items()} | {*said}
-    kept = {"recipe.sharding.weights=node", "recipe.sharding.update=differences"} & settings
-    return WIRES if kept else USUAL_WIRES
+    return tuple(w for w, s in WIRES.items() if not s.needs or settings & {*s.brought_by})
 
 
 def write_spec(path: Path, spec: Spec) -> None:
@@ -197,7 +196,7 @@ def _speed() -> list[Panel]:
 def _coordinates(gaps: list[str]) -> Panel:
     """A line a run: from what its wires carry to what came of it. wandb leaves out what lacks one
     of the values, as the baseline does its gap."""
-    columns = [f"config:wires.{wire}" for wire in USUAL_WIRES]
+    columns = [f"config:wires.{wire}" for wire in wires_among()]
     columns += [f"summary:final/{name}" for name in ("bytes_share", "tokens_per_second")]
     columns += ["summary:final/heldout_loss", *(f"summary:final/{name}" for name in gaps)]
     return {"kind": "coordinates", "title": "One line a run", "columns": columns}

@@ -25,6 +25,7 @@ import yaml
 from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.flat import stored_config
 from zpp_lab.config.schema import Config
+from zpp_lab.config.wires import UPDATE
 from zpp_lab.files import CONFIG, read_yaml
 from zpp_lab.tools.export.packed import Grid
 from zpp_lab.tools.export.wire import codec_text
@@ -168,8 +169,8 @@ class Card:
         packed = len(self.packed) + len(self.requantized)
         decoded = f"stored as decoded, in {self.dtype}: {', '.join(self.decoded) or 'none'}"
         recipe, kept = self.config.recipe, ""
-        if self.codec is None and recipe.kept and not recipe.wire("weights_update").raw:
-            kept = " All others are those that nodes keep, as `weights_update` brought them."
+        if self.codec is None and recipe.kept and not recipe.wire(UPDATE).raw:
+            kept = f" All others are those that nodes keep, as `{UPDATE}` brought them."
         if not self.grids:
             return f"Quantized weights {decoded}.{kept}"
         return f"Packed weights: {packed} ({kinds}). Quantized weights {decoded}.{kept}"

@@ -37,6 +37,7 @@ from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.flat import stored_config
 from zpp_lab.config.model import LoraConfig
 from zpp_lab.config.schema import Config, RecipeConfig
+from zpp_lab.config.wires import GATHERS
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.frozen import Marks, check_marks, decode_shards, encode_shards, mark
 from zpp_lab.files import CONFIG, below, missing, read_yaml
@@ -65,14 +66,8 @@ def merge_adapters(config: Config, saved: SavedWeights) -> tuple[Config, SavedWe
 
 def _without_codecs(recipe: RecipeConfig) -> RecipeConfig:
     none, exempting = CodecConfig(), [r for r in recipe.rules if r.exempt]
-    return replace(
-        recipe,
-        weights=none,
-        weights_forward=none,
-        weights_backward=none,
-        rules=exempting,
-        phases=[],
-    )
+    raw: dict[str, Any] = dict.fromkeys(("weights", *GATHERS), none)
+    return replace(recipe, **raw, rules=exempting, phases=[])
 
 
 class MergedWeights:

@@ -20,6 +20,7 @@ from zpp_lab.collectives.update import update_noise
 from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig
+from zpp_lab.config.wires import FORWARD, GATHERS, UPDATE
 from zpp_lab.runs.checkpoint.read import Saved, SavedWeights
 
 _CPU = torch.device("cpu")
@@ -59,7 +60,7 @@ class WireWeights:
     @cached_property
     def codecs(self) -> dict[str, Codec]:
         """The codec of every parameter, by name."""
-        return {n: self.recipe.codec("weights_forward", self.parameter(n)) for n in self.shapes}
+        return {n: self.recipe.codec(FORWARD, self.parameter(n)) for n in self.shapes}
 
     @property
     def quantized(self) -> list[str]:
@@ -113,7 +114,7 @@ class WireWeights:
         if not self.recipe.kept:
             return RawCodec(self.dtype)
         sent_by = self._after(max(0, self.saved.step - 1))
-        return sent_by.codec("weights_update", self.parameter(name))
+        return sent_by.codec(UPDATE, self.parameter(name))
 
     def _layout(self, name: str, codec: Codec) -> Layout:
         """One segment: neighbours in a unit's payload do not change its bytes."""
@@ -124,7 +125,7 @@ class WireWeights:
     ) -> Tensor:
         """With the gather's noise, unless another is given."""
         layout, ranks = self._layout(name, codec), tuple(range(self.world))
-        key = noise_key(self.config.seed, self.saved.step, 0, "weights_forward")
+        key = noise_key(self.config.seed, self.saved.step, 0, FORWARD)
         payload = torch.empty(len(ranks), layout.nbytes, dtype=torch.uint8, device=source.device)
         kernels.encode(layout, [source], noise or Noise(key, ranks, ranks), payload)
         return payload
@@ -181,6 +182,6 @@ def _rounded_afterwards(recipe: RecipeConfig, codec: CodecConfig) -> RecipeConfi
         raise ValueError("--codec rounds to nearest: leave rounding=stochastic out")
     if codec.bits is None and codec.codec in (None, "block", "none"):
         raise ValueError(f"--codec {codec_text(codec)} has no bits: add bits=4 or another number")
-    exempting = [r for r in recipe.rules if r.exempt and "weights_forward" in r.wires]
-    rules = [replace(r, wires=["weights_forward", "weights_backward"]) for r in exempting]
+    exempting = [r for r in recipe.rules if r.exempt and r.holds_on(FORWARD)]
+    rules = [replace(r, wires=list(GATHERS)) for r in exempting]
     return RecipeConfig(name="--codec", weights=codec, exempt=recipe.exempt, rules=rules)

@@ -19,7 +19,8 @@ from zpp_lab.config.flat import arm_of, carried, differing, flat_config
 from zpp_lab.config.load import written
 from zpp_lab.config.schema import Config
 from zpp_lab.config.study import StudyConfig
-from zpp_lab.files import CONFIG, amount, shares
+from zpp_lab.config.wires import shares
+from zpp_lab.files import CONFIG, amount
 from zpp_lab.runs.reader import last_step, read_run
 from zpp_lab.study.run import attempts
 from zpp_lab.study.run.launch import Launch, hydra_compose

@@ -41,6 +41,7 @@ from zpp_lab.codecs.numerics import fold_sum
 from zpp_lab.collectives.plan import Plan
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config
+from zpp_lab.config.wires import UPDATE
 from zpp_lab.engines.units import ROOT
 from zpp_lab.files import conf_dir, parse_json
 
@@ -196,7 +197,7 @@ def covers(config: Config, plan: Plan) -> bool:
     sends nothing later that bits have lost."""
     model = config.model
     others = model.start or model.weights == "pretrained" or config.run.start_from
-    later = plan.memories or (plan.recipe.kept and plan.recipe.asks("weights_update"))
+    later = plan.memories or (plan.recipe.kept and plan.recipe.asks(UPDATE))
     return not (others or model.lora.on or later)
 
 

@@ -20,6 +20,7 @@ from zpp_lab.collectives.plan import Plan
 from zpp_lab.config.compose import compose
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config, RecipeConfig
+from zpp_lab.config.wires import INTER, INTRA
 from zpp_lab.engines.build import build_plan, vocabulary
 from zpp_lab.engines.units import is_untouched
 from zpp_lab.files import percents
@@ -222,10 +223,10 @@ def _cheap(config: Config) -> Iterator[tuple[str, ...]]:
 def _forget(recipe: RecipeConfig) -> Iterator[tuple[str, ...]]:
     """A first hop remembers a row for every rank, all of a model on each; the second one remembers
     as many times less as a node has ranks. Then in 8 bits."""
-    wires = [recipe.wire(wire).memory for wire in ("grads_intra", "grads_inter")]
+    wires = [recipe.wire(wire).memory for wire in (INTRA, INTER)]
     if all(memory.on for memory in wires):
         hops = ("recipe.hops=2",) if not recipe.two_hops else ()
-        yield (*hops, "recipe.grads_intra.memory.kind=none")
+        yield (*hops, f"recipe.{INTRA}.memory.kind=none")
     if any(memory.on and memory.store != "8bit" for memory in wires):
         yield ("recipe.grads.memory.store=8bit",)
 
@@ -268,7 +269,7 @@ def two_hops(outlook: Outlook) -> dict[str, int] | None:
         build_model(config.model, vocabulary(config), "meta"),
         replace(config, recipe=replace(config.recipe, hops=2)),
     )
-    one, two = (p.step_bytes()["grads_inter"].inter for p in (outlook.plan, other))
+    one, two = (p.step_bytes()[INTER].inter for p in (outlook.plan, other))
     return {"one_hop": one, "two_hops": two} if two < one else None
 
 
@@ -389,7 +390,7 @@ def _gap_line(gap: law.Prediction, recipe: RecipeConfig) -> str:
         "fitted to zpp_lab's decoder on Python source (experiments/reference). On English prose "
         "gaps were 1.2 to 1.9 times as large."
     )
-    hops = [recipe.wire("grads_intra"), recipe.wire("grads_inter")]
+    hops = [recipe.wire(INTRA), recipe.wire(INTER)]
     if any((hop.bits or 8) <= 4 and not hop.hadamard for hop in hops):
         told += (
             " After four times the tokens, of one text read four times, that of 4-bit gradients "

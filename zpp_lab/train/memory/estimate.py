@@ -23,6 +23,7 @@ from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.codecs.layout import Parameter
 from zpp_lab.collectives.plan import Plan, UnitPlan
 from zpp_lab.config.schema import Config
+from zpp_lab.config.wires import INTRA
 from zpp_lab.engines.build import plan_of, vocabulary
 from zpp_lab.engines.norm import square_bytes
 from zpp_lab.engines.optim import BATCH, SCRATCH, StateKind, state_bytes
@@ -499,7 +500,7 @@ def _of_memories(plan: Plan, ranks: int) -> str:
     first = any(wire == plan.recipe.hops[0] for wire, _ in plan.memories)
     less = "recipe.grads.memory.store=8bit"
     if first and plan.recipe.cluster.nodes > 1 < plan.recipe.cluster.gpus_per_node:
-        less = "only between nodes (recipe.hops=2 recipe.grads_intra.memory.kind=none), or " + less
+        less = f"only between nodes (recipe.hops=2 recipe.{INTRA}.memory.kind=none), or " + less
     held = 2 * ranks * plan.memory_bytes / GIB
     return f". Of these, {held:.1f} GiB are error-feedback residuals, old and new: keep them {less}"
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from zpp_lab.config.schema import Config, Wire
+from zpp_lab.config.schema import Config
+from zpp_lab.config.wires import Wire
 
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -13,7 +13,8 @@ import pytest
 from zpp_lab.cli.main import main
 from zpp_lab.config.codec import CodecConfig, ExemptConfig
 from zpp_lab.config.compose import compose, load_study
-from zpp_lab.config.schema import USUAL_WIRES, RecipeConfig, RuleConfig
+from zpp_lab.config.schema import RecipeConfig, RuleConfig
+from zpp_lab.config.wires import wires_among
 from zpp_lab.tools.plan.search import command, fastest
 from zpp_lab.tools.plan.search.shown import recipe_overrides
 from zpp_lab.tools.plan.search.space import Space
@@ -47,8 +48,8 @@ def test_without_evidence_the_bits_stay_mild(
     monkeypatch.setattr(fastest, "Space", lambda b, extra, studied, _: Space(b, extra, False, bits))
     found = planned(capsys, "recipe=w2")
     recipe = compose(found["chosen"]["overrides"]).recipe
-    assert {recipe.wire(w).bits for w in USUAL_WIRES[:2]} <= {None, 8}
-    assert {recipe.wire(w).bits for w in USUAL_WIRES[2:]} <= {None, 8, 4}
+    assert {recipe.wire(w).bits for w in wires_among()[:2]} <= {None, 8}
+    assert {recipe.wire(w).bits for w in wires_among()[2:]} <= {None, 8, 4}
     (said,) = [note for note in found["notes"] if "--allow untested" in note]
     assert "weights keep 8 bits or more and gradients 4" in said
     fewer = [row for row in found["rows"] if row["kind"] == "not measured"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import altair as alt
 
-from zpp_lab.config.schema import WIRES
+from zpp_lab.config.wires import WIRES
 from zpp_lab.study.report.figures.curves import Row
 from zpp_lab.study.report.figures.gap import GAP, NOISE, Spec, ends, margin_layers, margin_rows
 from zpp_lab.study.report.style import BAND, GapAxis, Style, chart, finish, legend_pick

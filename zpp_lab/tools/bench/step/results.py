@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.config.flat import flat_config
-from zpp_lab.config.schema import WIRES, Config
+from zpp_lab.config.schema import Config
+from zpp_lab.config.wires import WIRES
 from zpp_lab.files import write_atomic
 
 KEY = ("arm", "model", "nodes", "gpus_per_node", "link_gbps", "ranks_per_gpu")

@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 
 from zpp_lab.collectives.plan import Plan, UnitPlan
 from zpp_lab.collectives.recipe import quantizes_any
-from zpp_lab.config.schema import Config, Wire
+from zpp_lab.config.schema import Config
+from zpp_lab.config.wires import BACKWARD, FORWARD, UPDATE, Wire
 from zpp_lab.engines.build import plan_of, vocabulary
 from zpp_lab.engines.units import is_untouched
 from zpp_lab.tools.plan.cost.machine import Machine
@@ -266,7 +267,7 @@ class _Step:
         for unit in (self.root, *self.units):
             found, add = self.transfers.update(unit), self.line.add
             self.host = add("host, gathers", "host", "host", self.machine.host.gather_s)
-            end = self._ship(found, "update", "weights_update", [self.host, before])
+            end = self._ship(found, "update", UPDATE, [self.host, before])
             before = add("update kernels", "update: decode", "gpu", found.kernels[-1], [end])
             self.renewed[unit.unit.name] = before
 
@@ -275,9 +276,9 @@ class _Step:
         ahead = self.config.engine.prefetch
         for i, unit in enumerate(order):
             if gathers:
-                self._gather(unit, "weights_forward")
+                self._gather(unit, FORWARD)
                 self._copy_out(unit)
-                self._gather_ahead(order[i + 1 : i + 1 + ahead], "weights_forward")
+                self._gather_ahead(order[i + 1 : i + 1 + ahead], FORWARD)
             if unit is not self.root:  # its work is the head's, at the end
                 host = unit.unit.blocks * self._host("forward")
                 self._compute("forward", self.times[id(unit)][0], host)
@@ -288,12 +289,12 @@ class _Step:
         order = self.units[::-1]
         regathers = self.plan.recipe.config.again
         if regathers:
-            self._gather_ahead(order[: self.ahead], "weights_backward")
+            self._gather_ahead(order[: self.ahead], BACKWARD)
         self._compute("head", self._head()[1], 0.0)
         for i, unit in enumerate(order):
             if regathers:
                 self._copy_out(unit)
-                self._gather_ahead(order[i + 1 : i + 1 + self.ahead], "weights_backward")
+                self._gather_ahead(order[i + 1 : i + 1 + self.ahead], BACKWARD)
             self._wait_for_reduction()
             again = self.config.model.checkpoint_activations
             host = self._host("backward") + (self.machine.host.again_s(self.mode) if again else 0.0)
@@ -343,7 +344,7 @@ class _Step:
         has been decoded."""
         if unit.unit.name in self.fetched:
             return
-        forward = wire == "weights_forward"
+        forward = wire == FORWARD
         found = self.transfers.forward(unit) if forward else self.transfers.backward(unit)
         place = len(self.decoded) + len(self.fetched) - self.ahead
         free = self.decoded[place] if 0 <= place < len(self.decoded) else None

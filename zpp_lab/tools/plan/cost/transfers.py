@@ -14,7 +14,7 @@ from zpp_lab.codecs import BlockCodec, Codec, RawCodec
 from zpp_lab.codecs.layout import Layout
 from zpp_lab.collectives.plan import UnitPlan
 from zpp_lab.collectives.traffic import NOTHING, Traffic
-from zpp_lab.config.schema import Wire
+from zpp_lab.config.wires import BACKWARD, FORWARD, UPDATE, Wire
 from zpp_lab.tools.plan.cost.machine import Machine
 
 LinkName = Literal["intra", "inter"]
@@ -49,15 +49,15 @@ class Transfers:
     plain: bool
 
     def forward(self, unit: UnitPlan) -> Collective:
-        return self._gather(unit, "weights_forward")
+        return self._gather(unit, FORWARD)
 
     def backward(self, unit: UnitPlan) -> Collective:
         """Of a unit that backward gathers again. Between nodes hpZ's rows are there, encoded."""
-        return self._gather(unit, "weights_backward")
+        return self._gather(unit, BACKWARD)
 
     def _gather(self, unit: UnitPlan, wire: Wire) -> Collective:
-        layout = unit.forward if wire == "weights_forward" else unit.backward
-        kept = wire == "weights_backward" and unit.keeps_secondary
+        layout = unit.forward if wire == FORWARD else unit.backward
+        kept = wire == BACKWARD and unit.keeps_secondary
         rows = unit.recipe.cluster.nodes if unit.recipe.kept else 1
         encode = 0.0 if kept else self._kernel("encode", unit.live(wire), rows)
         decode = self._kernel("decode", layout, unit.recipe.shards)
@@ -68,10 +68,10 @@ class Transfers:
         cluster = unit.recipe.cluster
         if unit.recipe.shards == 1:
             return (Leg("intra", 0.0),)
-        kept = wire == "weights_backward" and unit.keeps_secondary
+        kept = wire == BACKWARD and unit.keeps_secondary
         if self.plain and not kept and not unit.recipe.config.copied:
             return self._ring(unit, (cluster.world - 1) * layout.nbytes, "gather")
-        planned = unit.forward_bytes() if wire == "weights_forward" else unit.backward_bytes()
+        planned = unit.forward_bytes() if wire == FORWARD else unit.backward_bytes()
         traffic = planned[wire]
         if unit.hierarchical and traffic.inter:
             across = self._leg(unit, Traffic(0, traffic.inter), "gather", cluster.nodes - 1)
@@ -82,7 +82,7 @@ class Transfers:
         """Of a unit's new weights between nodes, where they are kept."""
         nodes = unit.recipe.cluster.nodes
         kernels = self._kernel("encode", unit.update, 1), self._kernel("decode", unit.update, nodes)
-        traffic = unit.update_bytes()["weights_update"]
+        traffic = unit.update_bytes()[UPDATE]
         return Collective(kernels, (self._leg(unit, traffic, "gather", nodes - 1),))
 
     def reduction(self, unit: UnitPlan, last: bool = True) -> Collective:

@@ -158,7 +158,7 @@ class Problem:
     """What to plan. link_gbps: of a node, None where nodes are joined as GPUs inside one are.
     device: a GPU's memory in bytes; assumed: nobody gave it, and no GPU is seen here.
     limit: None where there is no study; then untested says whether wires may have fewer bits than
-    `LEAST_BITS`. bits: to choose from."""
+    `WireSpec.least_bits`. bits: to choose from."""
 
     base: Config
     machine: Machine

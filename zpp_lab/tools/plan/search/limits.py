@@ -25,16 +25,15 @@ import torch
 from zpp_lab.codecs import BlockCodec, Codec, RawCodec, build_codec
 from zpp_lab.collectives.recipe import Recipe, quantizes_any
 from zpp_lab.config.flat import stored_config
-from zpp_lab.config.schema import WIRES, Config, RecipeConfig, Wire
+from zpp_lab.config.schema import Config, RecipeConfig
 from zpp_lab.config.study import StudyConfig
+from zpp_lab.config.wires import GATHERS, INTRA, UPDATE, WIRES, Wire
 from zpp_lab.runs.reader import NO_ANSWER, NOT_JUDGED
 from zpp_lab.study.judge.claims import GOOD, OPEN, WORSE
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult, judge_study, read_result
 from zpp_lab.study.words import gap_text
 
 STATES = ("fp32", "bf16", "8bit")  # of the optimizer, coarser to the right
-# Where no study says more: the bits of ZeRO++ as published.
-LEAST_BITS: dict[Wire, int] = {wire: 8 if wire.startswith("weights") else 4 for wire in WIRES}
 Kind = Literal["allowed", "loss", "not measured"]
 
 
@@ -56,7 +55,7 @@ class Numbers:
         recipe = Recipe(config.recipe, config.cluster, lora=config.model.lora)
         settings, train = config.recipe, config.train
         kept = settings.secondary or not settings.again
-        forward, backward = (_codec(recipe, w) for w in ("weights_forward", "weights_backward"))
+        forward, backward = (_codec(recipe, w) for w in GATHERS)
         pair = (forward, forward if kept else backward)
         grads = tuple((_hop(recipe, w), c) for w in recipe.hops if (c := _codec(recipe, w)))
         last = train.accumulate == "last" or settings.parts[1] == "none"
@@ -108,10 +107,10 @@ class Numbers:
 PLAIN = Numbers((None, None), (), False, False, "", "fp32")
 
 
-def _codec(recipe: Recipe, wire: str) -> Codec | None:
+def _codec(recipe: Recipe, wire: Wire) -> Codec | None:
     if recipe.cluster.world == 1:
         return None
-    codec = build_codec(recipe.wire(wire), torch.float32)  # type: ignore[arg-type]
+    codec = build_codec(recipe.wire(wire), torch.float32)
     return None if isinstance(codec, RawCodec) else codec
 
 
@@ -121,8 +120,8 @@ def _remembered(recipe: Recipe) -> str:
 
 
 def _update(recipe: Recipe) -> tuple[Codec | None, str]:
-    """What `weights_update` does to weights: nothing where they travel as they are."""
-    codec = _codec(recipe, "weights_update") if recipe.kept else None
+    """What the update does to weights: nothing where they travel as they are."""
+    codec = _codec(recipe, UPDATE) if recipe.kept else None
     return (codec, recipe.config.sharding.update) if codec else (None, "")
 
 
@@ -134,7 +133,7 @@ def _hop(recipe: Recipe, wire: Wire) -> str:
 
 def _on(grads: dict[str, Codec], hop: str) -> Codec | None:
     """The encoding on `hop`. The first of two hops is to each gradient what one hop would be."""
-    return grads.get(hop) or (grads.get("grads_intra") if hop == "both" else None)
+    return grads.get(hop) or (grads.get(INTRA) if hop == "both" else None)
 
 
 def _at_most(one: Codec | None, other: Codec | None) -> bool:
@@ -225,7 +224,7 @@ class LossLimit:
 
 
 def without_evidence(recipe: RecipeConfig) -> Ruling:
-    """What is allowed where no study is at hand: `LEAST_BITS` or more on each wire, and codecs of
+    """What is allowed where no study is at hand: `least_bits` or more on each wire, and codecs of
     the family `block` alone."""
     fewer = [wire for wire in recipe.wires if _fewer(recipe, wire)]
     if not fewer:
@@ -236,9 +235,10 @@ def without_evidence(recipe: RecipeConfig) -> Ruling:
 
 def _fewer(recipe: RecipeConfig, wire: Wire) -> bool:
     own = recipe.wire(wire)
-    rules = [r.set.over(own) for r in recipe.rules if wire in r.wires and not r.exempt]
+    rules = [r.set.over(own) for r in recipe.rules if r.holds_on(wire) and not r.exempt]
+    least = WIRES[wire].least_bits
     return any(
-        settings.codec not in (None, "none", "block") or (settings.bits or 16) < LEAST_BITS[wire]
+        settings.codec not in (None, "none", "block") or (settings.bits or 16) < least
         for settings in (own, *rules)
     )
 

@@ -22,7 +22,8 @@ import yaml
 from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.load import load
 from zpp_lab.config.recipe import POINTS, Parts, ShardingConfig
-from zpp_lab.config.schema import WIRES, Config, RecipeConfig, TrainConfig
+from zpp_lab.config.schema import Config, RecipeConfig, TrainConfig
+from zpp_lab.config.wires import INTER, INTRA, SHORTS, WIRES
 from zpp_lab.engines.build import check_engine
 from zpp_lab.files import conf_dir
 
@@ -32,8 +33,8 @@ LOSS_CHUNK = 2048  # tokens, as in the large models' presets
 UNITS = (1, 4)  # blocks in one; at 1.3B four are the fastest where the host is the bound
 STATES = get_args(get_type_hints(TrainConfig)["optimizer_state"])
 SHARDS = get_args(get_type_hints(RecipeConfig)["shard"])
-_CODECS = ("weights", "grads", *WIRES)
-GRADS = ("hops", "order", "grads", "grads_intra", "grads_inter")  # a recipe's gradients' part
+_CODECS = (*SHORTS, *(wire for wire, spec in WIRES.items() if spec.codecs != "none"))
+GRADS = ("hops", "order", "grads", INTRA, INTER)  # a recipe's gradients' part
 PLAIN = RecipeConfig()
 
 
@@ -183,7 +184,7 @@ def runs(recipe: RecipeConfig, base: Config) -> bool:
 
 def unrotated(recipe: RecipeConfig) -> RecipeConfig | None:
     """The recipe without rotations of gradients, which is at least as fast; None: it is one."""
-    codecs = {name: getattr(recipe, name) for name in ("grads", "grads_intra", "grads_inter")}
+    codecs = {name: getattr(recipe, name) for name in ("grads", INTRA, INTER)}
     if not any(codec.hadamard for codec in codecs.values()):
         return None
     return replace(recipe, **{k: replace(c, hadamard=None) for k, c in codecs.items()})
@@ -209,8 +210,7 @@ def wire_bits(recipe: RecipeConfig) -> list[int]:
     """Of each wire; raw ones have 16."""
     found = []
     for wire in recipe.wires:
-        short = recipe.weights if wire.startswith("weights") else recipe.grads
-        found.append(getattr(recipe, wire).over(short).bits or 16)
+        found.append(recipe.wire(wire).bits or 16)
     return found
 
 

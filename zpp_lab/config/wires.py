@@ -1,0 +1,92 @@
+"""The wires: every place where training moves data between ranks, and what holds on each.
+
+Code asks this table what a wire carries, where and when; only what is one wire's own names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from zpp_lab.files import percents
+
+Wire = Literal[
+    "weights_forward", "weights_backward", "grads_intra", "grads_inter", "weights_update"
+]
+Short = Literal["weights", "grads"]
+SHORTS: tuple[Short, ...] = ("weights", "grads")
+
+FORWARD: Wire = "weights_forward"
+BACKWARD: Wire = "weights_backward"
+INTRA: Wire = "grads_intra"
+INTER: Wire = "grads_inter"
+UPDATE: Wire = "weights_update"
+
+
+@dataclass(frozen=True)
+class WireSpec:
+    """What holds on one wire.
+
+    number: of its rounding noise; bits hang on it, so it never changes.
+    short: the setting of a recipe from which the wire's own settings start.
+    dtype: of what travels raw, train.param_dtype or train.reduce_dtype.
+    gather: every rank gets all rows; hop: each rank sums what it gets; exchange: ranks of equal
+    place get each other's rows.
+    codecs: dense ones send every element, and `differences` also sparse ones where the wire
+    carries differences; without any (`none`) a recipe has no setting of the wire's name.
+    tag: under which wandb shows its bits.
+    needs: the property of `RecipeConfig` without which there is no such wire; "": all have it.
+    brought_by: settings of which each alone may bring it.
+    """
+
+    number: int
+    carries: Literal["weights", "gradients"]
+    dtype: Literal["param", "reduce"]
+    pattern: Literal["gather", "hop", "exchange"]
+    tag: str
+    short: Short | None = None
+    codecs: Literal["none", "dense", "differences", "all"] = "none"
+    residual: bool = False  # whether encoders may remember what was lost
+    least_bits: int = 16  # that a search allows without a study
+    needs: str = ""
+    brought_by: tuple[str, ...] = ()
+
+
+WIRES: dict[Wire, WireSpec] = {  # least bits are those of ZeRO++ as published
+    FORWARD: WireSpec(0, "weights", "param", "gather", "weights", "weights", "dense", least_bits=8),
+    BACKWARD: WireSpec(
+        1, "weights", "param", "gather", "weights", "weights", "dense", least_bits=8
+    ),
+    INTRA: WireSpec(2, "gradients", "reduce", "hop", "grads", "grads", "all", True, least_bits=4),
+    INTER: WireSpec(3, "gradients", "reduce", "hop", "grads", "grads", "all", True, least_bits=4),
+    UPDATE: WireSpec(
+        4,
+        "weights",
+        "param",
+        "exchange",
+        "update",
+        "weights",
+        "differences",
+        least_bits=8,
+        needs="kept",
+        brought_by=("recipe.sharding.weights=node", "recipe.sharding.update=differences"),
+    ),
+}
+GATHERS: tuple[Wire, ...] = tuple(w for w, spec in WIRES.items() if spec.pattern == "gather")
+
+
+def wires_among(named: Iterable[Container[str]] = ()) -> tuple[Wire, ...]:
+    """Return the wires that every recipe has, and those that any of `named` contains."""
+    every = list(named)
+    return tuple(w for w, s in WIRES.items() if not s.needs or any(w in one for one in every))
+
+
+def shares(quantized: Mapping[Any, float]) -> tuple[str, str]:
+    """The quantized part of each wire's bytes (0 to 1, by wire) for people: of the weights' wires
+    and of the gradients', such as "98.8%", or "99.1/0%" where a kind's two differ."""
+    weights, grads = (
+        [value for wire, value in quantized.items() if WIRES[wire].carries == kind]
+        for kind in ("weights", "gradients")
+    )
+    return percents(weights), percents(grads)
