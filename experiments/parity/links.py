@@ -31,6 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from faults import cut, lose, mend  # noqa: E402
 from kills import outcome  # noqa: E402
 
 from tests.small_runs import SHAPE, corpus  # noqa: E402
@@ -157,7 +158,7 @@ class Trial:
         with EmulatedNodes(2, Tools.find()) as nodes:
             found: dict[str, Any] = {}
             if self.case.fault == "loss":
-                found["loss_by"] = nodes.lose(0.01)
+                found["loss_by"] = lose(nodes, 0.01)
             ranks = self.start(nodes, "first")
             wait(lambda: self.lines() >= BEFORE or ended(ranks), START)
             if ended(ranks):
@@ -199,8 +200,8 @@ class Trial:
         """The fault; returns what takes it back."""
         if self.case.fault in ("cut", "down"):
             told = self.case.fault == "down"
-            nodes.cut(VICTIM, told)
-            return lambda: nodes.mend(VICTIM, told)
+            cut(nodes, VICTIM, told)
+            return lambda: mend(nodes, VICTIM, told)
         if self.case.fault == "stop":
             ranks[VICTIM].send_signal(signal.SIGSTOP)
             return lambda: ranks[VICTIM].send_signal(signal.SIGCONT)

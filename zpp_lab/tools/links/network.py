@@ -34,14 +34,10 @@ BURST_SECONDS = 5e-4  # of traffic that may pass at once: well above how late ti
 LEAST_BURST = 128 * 1024  # bytes: more than the largest packet that leaves a socket whole
 MOST_NODES = 250  # addresses in one network
 SUBNET = "10.77.0.0/24"
-_RANDOM = 2**32 - 0x1000 + 56  # where BPF's programs find a random word
-_OK, _SHOT = 0, 2  # what they tell tc
 VETH = "veth pairs (CONFIG_VETH; modprobe veth)"
 BRIDGE = "bridges, for three nodes or more (CONFIG_BRIDGE; modprobe bridge)"
 TBF = "tc's token bucket (CONFIG_NET_SCH_TBF; modprobe sch_tbf)"
 TCP = "TCP congestion control for each route (Linux 4.0) and the named algorithm"
-LOSS = "tc's BPF filters (CONFIG_NET_SCH_INGRESS, CONFIG_NET_CLS_BPF), or CONFIG_NET_SCH_NETEM"
-HOLE = "tc's queue that drops all (CONFIG_NET_SCHED)"
 NET = "the right to configure a network (root, or CAP_NET_ADMIN)"
 
 
@@ -138,71 +134,33 @@ class Network:
         return made
 
     def _pair(self, other: int) -> Command:
-        return _ip(0, f"link add {self.interface} type veth peer {self.interface} netns {other}")
+        return ip(0, f"link add {self.interface} type veth peer {self.interface} netns {other}")
 
     def _through_hub(self, places: dict[int, int]) -> list[Command]:
         bridge = f"zpp{self.owner}b"
         made = [
-            _ip(HUB, f"link add {bridge} mtu {MTU} type bridge", BRIDGE),
-            _ip(HUB, f"link set {bridge} up", BRIDGE),
+            ip(HUB, f"link add {bridge} mtu {MTU} type bridge", BRIDGE),
+            ip(HUB, f"link set {bridge} up", BRIDGE),
         ]
         for node in range(self.nodes):
             port, to = self.port(node), f"peer {self.interface} netns {places[node]}"
             made += [
-                _ip(HUB, f"link add {port} mtu {MTU} type veth {to}"),
-                _ip(HUB, f"link set {port} master {bridge} up", BRIDGE),
+                ip(HUB, f"link add {port} mtu {MTU} type veth {to}"),
+                ip(HUB, f"link set {port} master {bridge} up", BRIDGE),
             ]
         return made
 
     def _bring_up(self, node: int) -> list[Command]:
         return [
-            _ip(node, "link set lo up", NET),
-            _ip(node, f"addr add {self.address(node)}/24 dev {self.interface}", NET),
-            _ip(node, f"link set {self.interface} mtu {MTU} up", NET),
-            self._route(node),
+            ip(node, "link set lo up", NET),
+            ip(node, f"addr add {self.address(node)}/24 dev {self.interface}", NET),
+            ip(node, f"link set {self.interface} mtu {MTU} up", NET),
+            self.route(node),
         ]
 
-    def _route(self, node: int) -> Command:
+    def route(self, node: int) -> Command:
         words = f"route change {SUBNET} dev {self.interface} congctl {self.congestion}"
-        return _ip(node, words, TCP)
-
-    def ends_of(self, node: int) -> list[tuple[int, str]]:
-        """Where a node's own link begins and ends; of two nodes they have the same one."""
-        far = (HUB, self.port(node)) if self.needs_hub else (1 - node, self.interface)
-        return [(node, self.interface), far]
-
-    def cut(self, node: int, told: bool) -> list[Command]:
-        """Nothing passes a node's link any more. told: both ends notice, as of a cable that is
-        pulled; else packets vanish, as in a switch that fails."""
-        ends = self.ends_of(node)
-        if told:
-            return [_ip(at, f"link set {end} down", NET) for at, end in ends]
-        return [_tc(at, f"qdisc replace dev {end} root blackhole", HOLE) for at, end in ends]
-
-    def mend(self, node: int, told: bool, gbps: float | None) -> list[Command]:
-        """After `cut`: the link is as it was, at its speed."""
-        ends = self.ends_of(node)
-        if told:
-            up = [_ip(at, f"link set {end} up", NET) for at, end in ends]
-            return up + [self._route(at) for at, _ in ends if at != HUB]
-        if gbps is None:
-            return [_tc(at, f"qdisc del dev {end} root", HOLE) for at, end in ends]
-        return [_tc(at, f"qdisc replace dev {end} root {bucket(gbps)}") for at, end in ends]
-
-    def lose(self, share: float, by: str) -> list[Command]:
-        """Each link drops this share of the packets that enter it, at random. by: `bpf`, beside
-        limits, or `netem`, in their place. ValueError for no share."""
-        if not 0 < share < 1:
-            raise ValueError(f"a share of {share:g} packets to lose: use more than 0, less than 1")
-        if by == "netem":
-            words = f"root netem limit {10**6} loss {100 * share:g}%"
-            return [_tc(at, f"qdisc replace dev {end} {words}", LOSS) for at, end in self.ends()]
-        made = []
-        for at, end in self.ends():
-            made.append(_tc(at, f"qdisc replace dev {end} clsact", LOSS))
-            add = f"tc filter add dev {end} egress bpf direct-action bytecode".split()
-            made.append(Command(at, (*add, _dropping(share)), LOSS))
-        return made
+        return ip(node, words, TCP)
 
     def ends(self) -> list[tuple[int, str]]:
         """Where links begin and end: the node or HUB, and its interface."""
@@ -217,8 +175,8 @@ class Network:
         """
         ends = self.ends()
         if gbps is None:
-            return [_tc(at, f"qdisc del dev {end} root") for at, end in ends if limited]
-        return [_tc(at, f"qdisc replace dev {end} root {bucket(gbps)}") for at, end in ends]
+            return [tc(at, f"qdisc del dev {end} root") for at, end in ends if limited]
+        return [tc(at, f"qdisc replace dev {end} root {bucket(gbps)}") for at, end in ends]
 
 
 def bucket(gbps: float) -> str:
@@ -230,20 +188,12 @@ def bucket(gbps: float) -> str:
     return f"tbf rate {round(gbps * 1e6)}kbit burst {burst} limit {burst + QUEUE}"
 
 
-def _ip(at: int, words: str, needs: str = VETH) -> Command:
+def ip(at: int, words: str, needs: str = VETH) -> Command:
     return Command(at, ("ip", *words.split()), needs)
 
 
-def _tc(at: int, words: str, needs: str = TBF) -> Command:
+def tc(at: int, words: str, needs: str = TBF) -> Command:
     return Command(at, ("tc", *words.split()), needs)
-
-
-def _dropping(share: float) -> str:
-    """A classic BPF program for tc: load a random word; drop the packet if it is small enough."""
-    load, at_least, give = 0x20, 0x35, 0x06
-    steps = [(load, 0, 0, _RANDOM), (at_least, 1, 0, round(share * 2**32)), (give, 0, 0, _SHOT)]
-    steps.append((give, 0, 0, _OK))
-    return ",".join([str(len(steps)), *(" ".join(map(str, step)) for step in steps)])
 
 
 FOLDER = "ZPP_LAB_IPROUTE"

@@ -181,7 +181,7 @@ class EmulatedNodes(_Owner):
     def _make(self) -> None:
         for node in range(HUB if self.network.needs_hub else 0, self.nodes):
             self.places[node] = self._hold()
-        self._run(self.network.join(self.places))
+        self.run(self.network.join(self.places))
         windows = [keep_windows(self.places[node]) for node in range(self.nodes)]
         orders = [keep_order(self.places[at], end) for at, end in self.network.ends()]
         self.windows_kept, self.in_order = all(windows), all(orders)
@@ -203,7 +203,8 @@ class EmulatedNodes(_Owner):
             raise EmulationError(NO_NAMESPACE.format(said or "the process that tried it has ended"))
         return holder.pid
 
-    def _run(self, commands: Sequence[Command]) -> None:
+    def run(self, commands: Sequence[Command]) -> None:
+        """Run each in its node's namespace."""
         for command in commands:
             self.tools.run(command, self.places[command.at])
 
@@ -211,28 +212,8 @@ class EmulatedNodes(_Owner):
         return self.network.address(node)
 
     def limit(self, gbps: float | None) -> None:
-        self._run(self.network.limit(gbps, self.gbps is not None))
+        self.run(self.network.limit(gbps, self.gbps is not None))
         self.gbps = gbps
-
-    def cut(self, node: int, told: bool = False) -> None:
-        """Nothing passes a node's link until `mend`. told: its ends notice, as of a cable that is
-        pulled; else packets vanish, as in a switch that fails."""
-        self._run(self.network.cut(node, told))
-
-    def mend(self, node: int, told: bool = False) -> None:
-        self._run(self.network.mend(node, told, self.gbps))
-
-    def lose(self, share: float) -> str:
-        """From now on each link drops this share of packets at random; by what. EmulationError
-        where the kernel has nothing that does."""
-        try:
-            self._run(self.network.lose(share, "bpf"))
-            return "bpf"
-        except EmulationError:
-            if self.gbps is not None:
-                raise
-        self._run(self.network.lose(share, "netem"))
-        return "netem"
 
     def sent(self, node: int) -> int:
         lines = Path(f"/proc/{self.places[node]}/net/dev").read_text().splitlines()
