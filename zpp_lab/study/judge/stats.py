@@ -40,16 +40,14 @@ class Part(NamedTuple):
 class Gap:
     """Summary of n paired gaps, in nats. Intervals and p-values are None for a single seed.
 
-    `interval` has the study's confidence (95 %); `inner` is the 1 − 2·alpha (90 %) interval,
-    which lies inside ±margin exactly when the equivalence test passes. Both are over seeds and,
-    where there is a part of `documents`, over these too. The p-values are before any correction.
+    `interval` has the study's confidence (95 %); it is over seeds and, where there is a part of
+    `documents`, over these too. The p-values are before any correction.
     """
 
     n: int
     mean: float
     sd: float | None = None
     interval: tuple[float, float] | None = None
-    inner: tuple[float, float] | None = None
     p_equal: float | None = None  # the larger p-value of the two one-sided tests
     p_differs: float | None = None  # of the two-sided test of a mean gap of 0
     p_beyond: float | None = None  # of the two-sided test of a gap at the nearer edge of ±margin
@@ -76,14 +74,13 @@ def summarize(
     gaps: Sequence[float],
     margin: float,
     confidence: float = 0.95,
-    inner: float | None = None,
     documents: Part | None = None,
 ) -> Gap:
     """Mean, intervals, the paired t test and those against ±margin.
 
     gaps: one per seed (at least one), finite. Gaps that are all the same have no spread to
     estimate: without documents their interval is the point itself and the tests are passed or not
-    without doubt. inner: confidence of the inner interval; None is 2 · confidence − 1.
+    without doubt.
     """
     values = np.asarray(gaps, dtype=np.float64)
     assert values.size > 0, "no gaps"
@@ -92,13 +89,11 @@ def summarize(
     mean, tests = float(values.mean()), p_values(values, margin, documents)
     if tests is None:
         return Gap(1, mean, documents=documents)
-    inner = 2 * confidence - 1 if inner is None else inner
     return Gap(
         values.size,
         mean,
         0.0 if _all_alike(values) else float(values.std(ddof=1)),
         t_interval(values, confidence, documents),
-        t_interval(values, inner, documents),
         tests.equal,
         tests.differs,
         tests.beyond,

@@ -401,7 +401,6 @@ def _summary(
         list(gaps.values()),
         margin,
         1 - nominal_level(alpha, sizes, 2),
-        1 - 2 * nominal_level(alpha, sizes, 1),
         documents.part(gaps) if documents else None,
     )
 
