@@ -35,7 +35,7 @@ from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.config import compose
 from zpp_lab.study.run.plan import matching, run_overrides
 from zpp_lab.tools.bench.step import arms as step_arms
-from zpp_lab.tools.bench.step.run import links
+from zpp_lab.tools.bench.step.run import limits
 
 PAGES = sorted(ROOT.glob("experiments/**/[A-Z]*.md"))
 RECORDED = ("python", "python3", "torchrun", "zpp-lab", "compute-sanitizer", "ncu", "nvidia-smi")
@@ -251,7 +251,7 @@ def check_bench(what: str, words: list[str]) -> None:
     module = importlib.import_module(f"zpp_lab.tools.bench.{what}")
     (asked,) = read_by(module, words)
     if what == "step":
-        links(asked.link_gbps, asked.nodes)
+        limits(asked.link_gbps, asked.nodes)
         step_arms.arms([w for w in asked.recipes.split(",") if w] + asked.arm, asked.overrides)
 
 

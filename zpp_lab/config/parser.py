@@ -99,3 +99,28 @@ def new_file(text: str) -> Path:
     if part := next((p for p in path.parents if p.exists() and not p.is_dir()), None):
         raise argparse.ArgumentTypeError(f"{part} is a file; name a folder")
     return path
+
+
+def links(text: str) -> list[float | None]:
+    """`12,25,max` as Gbit/s of a node; max, as fast as it goes, is None. ValueError otherwise."""
+    found: list[float | None] = []
+    for word in text.split(","):
+        try:
+            found.append(None if word.strip() == "max" else float(word))
+        except ValueError:
+            raise ValueError(f"--link-gbps {text}: use Gbit/s or max, such as 12,25,max") from None
+        if found[-1] is not None and not 0 < found[-1] < float("inf"):
+            raise ValueError(f"--link-gbps {text}: use more than 0")
+    return found
+
+
+def one_link(text: str) -> float | None:
+    """The same of one speed."""
+    first, *more = links(text)
+    if more:
+        raise ValueError(f"--link-gbps {text}: use one speed, or max")
+    return first
+
+
+def link_name(link: float | None) -> str:
+    return "max" if link is None else f"{link:g}"

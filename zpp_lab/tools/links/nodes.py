@@ -32,7 +32,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from zpp_lab.config.parser import Parser, whole
+from zpp_lab.config.parser import Parser, one_link, whole
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.tools.links.namespaces import READY
 from zpp_lab.tools.links.network import (
@@ -258,15 +258,8 @@ def main(argv: Sequence[str]) -> int:
     start = _per_rank if args.per == "rank" else _per_node
     placed = place(cluster, visible_gpus(os.environ), args.share_gpus)
     with served(placed) as placement, hosts(args.nodes, args.iproute) as made:
-        made.limit(_speed(args.link_gbps))
+        made.limit(one_link(args.link_gbps))
         return _wait(start(made, placement, command))
-
-
-def _speed(text: str) -> float | None:
-    try:
-        return None if text == "max" else float(text)
-    except ValueError:
-        raise ValueError(f"--link-gbps {text}: use a number, or max") from None
 
 
 def _per_rank(

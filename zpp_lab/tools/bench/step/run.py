@@ -42,7 +42,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from zpp_lab.config.parser import Parser, whole
+from zpp_lab.config.parser import Parser, link_name, links, whole
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.runs.provenance import commit, machine_facts, versions
 from zpp_lab.tools.bench.step.arms import (
@@ -243,8 +243,8 @@ class StepBench:
         if self.probes and link not in self.links and isinstance(self.hosts, EmulatedNodes):
             report = self.links[link] = probe(self.hosts, link)
             print(
-                f"link {speed(link)}: {report.gbps_there:.2f} there, {report.gbps_back:.2f} back, "
-                f"{report.gbps_both:.2f} Gb/s both ways, {report.latency_us:.0f} us",
+                f"link {link_name(link)}: {report.gbps_there:.2f} there, {report.gbps_back:.2f} "
+                f"back, {report.gbps_both:.2f} Gb/s both ways, {report.latency_us:.0f} us",
                 flush=True,
             )
             if report.warning:
@@ -298,7 +298,7 @@ class StepBench:
             model=config.model.preset,
             nodes=nodes,
             gpus_per_node=self.cluster.gpus_per_node,
-            link_gbps=speed(link),
+            link_gbps=link_name(link),
             tokens_per_s=tokens / step,
             floor_s=least,
             step_s=step,
@@ -351,7 +351,7 @@ class StepBench:
             "failed": self.failed,
             "config": {arm.name: asdict(arm.config) for arm in self.arms},
             "cells": [
-                {"arm": name, "link_gbps": speed(link), **asdict(cell)}
+                {"arm": name, "link_gbps": link_name(link), **asdict(cell)}
                 for (name, link), cell in self.cells.items()
             ],
         }
@@ -361,14 +361,14 @@ class StepBench:
         """How nodes are joined, and how NCCL was told to use it."""
         if self.hosts.interface is None:
             return {}
-        limits = {speed(link): bucket(link) for _, link in self.cells if link is not None}
+        rates = {link_name(link): bucket(link) for _, link in self.cells if link is not None}
         assert isinstance(self.hosts, EmulatedNodes), "links are between emulated nodes"
         tcp = {
             "congestion_control": self.hosts.network.congestion,
             "slow_start_after_idle": not self.hosts.windows_kept,
             "in_order": self.hosts.in_order,
         }
-        return {"mtu": MTU, "limits": limits, "tcp": tcp, "nccl": nccl_settings(os.environ)}
+        return {"mtu": MTU, "limits": rates, "tcp": tcp, "nccl": nccl_settings(os.environ)}
 
     def _gpus(self) -> dict[str, Any]:
         """Which GPU each rank had, and how ranks shared one."""
@@ -383,7 +383,7 @@ class StepBench:
         shared = f" on {len(self.placement.gpus)} GPUs" if self.placement.share else ""
         shape = self.shape + shared
         for row in self.rows():
-            if row.link_gbps != speed(link):
+            if row.link_gbps != link_name(link):
                 continue
             reached = "" if row.share_of_floor is None else f"  {row.share_of_floor:6.1%} of floor"
             peak = "" if row.peak_gib is None else f"  {row.peak_gib:6.2f} GiB"
@@ -407,10 +407,6 @@ def machine_name(facts: dict[str, Any], placement: Placement) -> str:
         how = {"mps": "through MPS", "time-slices": "in time slices"}[placement.share]
         name += f", {placement.ranks_per_gpu} ranks a GPU {how}"
     return f"one host of {name}"
-
-
-def speed(link: Link) -> str:
-    return "max" if link is None else f"{link:g}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -459,18 +455,12 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def links(text: str, nodes: int) -> list[float | None]:
-    """Speeds in gigabits per second, None for unlimited. ValueError for what is no speed."""
-    found: list[float | None] = []
-    for word in text.split(","):
-        try:
-            found.append(None if word == "max" else float(word))
-        except ValueError:
-            raise ValueError(
-                f"--link-gbps {text}: use numbers and max, such as 12,25,max"
-            ) from None
-        if found[-1] is not None:
-            bucket(found[-1])  # says which speeds a limit can have
+def limits(text: str, nodes: int) -> list[Link]:
+    """The speeds of links between so many nodes. ValueError for one that they cannot have."""
+    found = links(text)
+    for link in found:
+        if link is not None:
+            bucket(link)  # says which speeds a limit can have
     if nodes == 1 and found != [None]:
         raise ValueError("--nodes 1 has no link between nodes: leave out --link-gbps")
     return found
@@ -480,7 +470,7 @@ def main(argv: Sequence[str]) -> int:
     """Measure, print and write; 0, or 1 when an arm failed."""
     args = parser().parse_intermixed_args(share_words(argv))
     cluster = ClusterConfig(nodes=args.nodes, gpus_per_node=args.gpus_per_node)
-    speeds = links(args.link_gbps, args.nodes)
+    speeds = limits(args.link_gbps, args.nodes)
     shape = [f"cluster.nodes={args.nodes}", f"cluster.gpus_per_node={args.gpus_per_node}"]
     device = ["engine.device=cpu"] if args.cpu else []
     words = [word for word in args.recipes.split(",") if word] + args.arm

@@ -13,6 +13,8 @@ from typing import Any
 from rich.table import Table
 
 from zpp_lab.config.load import load
+from zpp_lab.config.parser import link_name
+from zpp_lab.config.parser import links as links
 from zpp_lab.config.schema import Config, EngineConfig
 from zpp_lab.study.speed.results import BASE, Measured, Predicted, Setting
 from zpp_lab.tools.plan.cost.machine import Machine, load_machine
@@ -32,26 +34,9 @@ ROWS = {
 POINTS = 24  # of a curve, evenly spread over the logarithm of the bandwidth
 
 
-def links(text: str) -> list[Link]:
-    """`12,25,max` as Gbit/s; max is None. ValueError for anything else."""
-    found: list[Link] = []
-    for word in text.split(","):
-        try:
-            found.append(None if word.strip() == "max" else float(word))
-        except ValueError:
-            raise ValueError(f"--link-gbps {text}: use Gbit/s or max, such as 12,25,max") from None
-        if found[-1] is not None and not 0 < found[-1] < float("inf"):
-            raise ValueError(f"--link-gbps {text}: use more than 0")
-    return found
-
-
 def times(config: Config, machine: Machine, speeds: Sequence[Link]) -> dict[str, StepTime]:
     """By link, in the order given."""
-    return {named(link): predict(config, machine, link) for link in speeds}
-
-
-def named(link: Link) -> str:
-    return "max" if link is None else f"{link:g}"
+    return {link_name(link): predict(config, machine, link) for link in speeds}
 
 
 def as_dict(found: dict[str, StepTime], machine: Machine) -> dict[str, Any]:

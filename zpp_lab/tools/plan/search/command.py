@@ -13,6 +13,7 @@ from typing import TextIO
 from rich.console import Console
 
 from zpp_lab.config.compose import compose
+from zpp_lab.config.parser import one_link
 from zpp_lab.config.schema import Config
 from zpp_lab.tools.plan.cost.machine import load_machine
 from zpp_lab.tools.plan.planner import MOST_RANKS, NO_GPU, Outlook, device_memory
@@ -109,13 +110,7 @@ def _link(base: Config, text: str | None) -> float | None:
             f"{base.cluster.nodes} nodes need --link-gbps, a node's speed to the others in "
             "Gbit/s, or max where links between nodes are as fast as inside one"
         )
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < float("inf"):
-        raise ValueError(f"--link-gbps {text}: a number above 0, or max")
-    return rate
+    return one_link(text)
 
 
 def _limit(wanted: Wanted) -> LossLimit | None:
