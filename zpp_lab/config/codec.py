@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import field, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 Rounding = Literal["nearest", "stochastic"]
@@ -22,6 +22,10 @@ BUILT_IN = ("block", "normal", "sham", "sign", "topk")  # no package's of its ow
 _CODES = {"symmetric": True, "rounding": "nearest", "scale_dtype": "fp32"}  # where none is given
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+AboveZero = Annotated[float, Field(gt=0)]
 
 
 def need(ok: bool, message: str) -> None:
@@ -40,23 +44,10 @@ class MemoryConfig:
 
     kind: Literal["none", "residual"] | None = None
     store: MemoryStore | None = None
-    decay: float | None = None  # of what is remembered
-    average: float | None = None  # share of the old memory in the new one, a moving average
-    reset_every: int | None = None  # steps after which it is forgotten
-
-    def __post_init__(self) -> None:
-        need(
-            self.decay is None or 0 < self.decay <= 1,
-            f"memory.decay={self.decay}: use a number above 0, at most 1",
-        )
-        need(
-            self.average is None or 0 <= self.average < 1,
-            f"memory.average={self.average}: use 0 (none) or more, and less than 1",
-        )
-        need(
-            self.reset_every is None or self.reset_every >= 0,
-            f"memory.reset_every={self.reset_every}: use 0 (never) or more",
-        )
+    decay: Annotated[float, Field(gt=0, le=1)] | None = None  # of what is remembered
+    # share of the old memory in the new one, a moving average
+    average: Annotated[float, Field(ge=0, lt=1)] | None = None
+    reset_every: Count | None = None  # steps after which it is forgotten
 
     @property
     def on(self) -> bool:

@@ -154,10 +154,20 @@ _KINDS = {
 }
 
 
+_LIMITS = {
+    "greater_than_equal": "{ge:g} or more",
+    "greater_than": "more than {gt:g}",
+    "less_than_equal": "{le:g} or less",
+    "less_than": "less than {lt:g}",
+}
+
+
 def _expected(error: Any) -> str:
     """What a setting takes, from pydantic's complaint."""
     if error["type"] == "literal_error":
         return str(error["ctx"]["expected"])
+    if error["type"] in _LIMITS:
+        return _LIMITS[error["type"]].format(**error["ctx"])
     return _KINDS.get(error["type"].split("_")[0], str(error["msg"]))
 
 

@@ -11,7 +11,16 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from zpp_lab.config.codec import STRICT, CodecConfig, ExemptConfig, need
+from zpp_lab.config.codec import (
+    STRICT,
+    AboveZero,
+    CodecConfig,
+    Count,
+    ExemptConfig,
+    NotNegative,
+    Positive,
+    need,
+)
 from zpp_lab.files import below, looks_like_folder, missing, need_folder
 
 # Embeddings and heads of the built-in decoder and of transformers: QLoRA leaves them as they are.
@@ -28,16 +37,14 @@ class LoraConfig:
     them without `base_codec.bits`, are kept in train.param_dtype.
     """
 
-    rank: int = 0  # 0: no adapters, all parameters are trained
-    alpha: float = 32.0
+    rank: Count = 0  # 0: no adapters, all parameters are trained
+    alpha: AboveZero = 32.0
     dropout: float = 0.0  # nothing else: no run could repeat it
     targets: list[str] = field(default_factory=list)  # names or globs; []: every linear of a block
     base_codec: CodecConfig = field(default_factory=CodecConfig)
     base_exempt: ExemptConfig = field(default_factory=lambda: ExemptConfig(names=list(OUTER)))
 
     def __post_init__(self) -> None:
-        need(self.rank >= 0, f"model.lora.rank={self.rank}: use 0 (no adapters) or more")
-        need(self.alpha > 0, f"model.lora.alpha={self.alpha}: use more than 0")
         need(
             self.dropout == 0,
             f"model.lora.dropout={self.dropout}: dropout is not repeatable and not supported; set "
@@ -92,26 +99,30 @@ class ModelConfig:
     start: str | None = None  # a run's folder, or a checkpoint in it: its weights, a new optimizer
     start_optimizer: bool = False  # its optimizer's state too: a branch of that run
     init: Literal["torch", "philox"] = "torch"  # random weights; philox: each rank its rows only
-    embedding_std: float = 0.02  # of random weights; 1 keeps first gradients small in deep models
-    head_std: float = 0.02
+    embedding_std: AboveZero = (
+        0.02  # of random weights; 1 keeps a deep model's first gradients small
+    )
+    head_std: AboveZero = 0.02
     units: str | None = None  # hf: the ModuleList of layers; None finds it
     # hf: changes to the model's own config, such as {num_hidden_layers: 2}
     options: dict[str, Any] | None = None
     preset: str = "tiny"  # for the record; the numbers below decide
-    dim: int = 128
-    layers: int = 2
-    heads: int = 4
-    kv_heads: int = 4
-    ffn: int = 256
-    vocab_size: int = 0  # 0 takes the tokenizer's
+    dim: Positive = 128
+    layers: Positive = 2
+    heads: Positive = 4
+    kv_heads: Positive = 4
+    ffn: Positive = 256
+    vocab_size: Count = 0  # 0 takes the tokenizer's
     tied_head: bool = False
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
+    rope_theta: AboveZero = 10000.0
+    norm_eps: NotNegative = 1e-5
     checkpoint_activations: bool = False  # blocks run again in backward; for loss.backward() alone
     qk_norm: bool = False  # a norm of queries and keys, head by head, before they are turned
     # adds z_loss · logsumexp(logits)² a token to what is minimised, not to any loss that is told
-    z_loss: float = 0.0
-    loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all. Other bits, alike everywhere
+    z_loss: NotNegative = 0.0
+    loss_chunk: Count = (
+        0  # tokens whose logits exist at a time; 0: all. Other bits, equal everywhere
+    )
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
@@ -161,10 +172,8 @@ class ModelConfig:
             "leave it out",
         )
         for key in ("embedding_std", "head_std"):
-            std = getattr(self, key)
-            need(std > 0, f"model.{key}={std}: use more than 0")
             need(
-                self.name != "hf" or std == 0.02,
+                self.name != "hf" or getattr(self, key) == 0.02,
                 f"model.{key}: only the built-in decoder reads it, since transformers' models "
                 "have their own initialization; leave it out",
             )
@@ -173,7 +182,6 @@ class ModelConfig:
             "model.head_std: a tied head shares the embedding's weights; set model.embedding_std "
             "alone",
         )
-        need(self.z_loss >= 0, f"model.z_loss={self.z_loss}: use 0 (none) or more, such as 1e-4")
         need(
             self.name != "hf" or not self.z_loss or self.loss_chunk > 0,
             "model.z_loss with model=hf needs a chunked loss: set model.loss_chunk=2048 too",
@@ -183,7 +191,6 @@ class ModelConfig:
             "model.qk_norm: only the built-in decoder reads it; in transformers the model family "
             "decides (Qwen3 has it), so leave it out",
         )
-        need(self.loss_chunk >= 0, f"model.loss_chunk={self.loss_chunk}: use 0 (all) or more")
         need(
             self.name != "hf" or self.init == "torch",
             "model.init=philox needs the built-in decoder, since transformers' models have their "
@@ -191,14 +198,6 @@ class ModelConfig:
         )
 
     def _check_shape(self) -> None:
-        for key in ("dim", "layers", "heads", "kv_heads", "ffn"):
-            need(getattr(self, key) >= 1, f"model.{key}={getattr(self, key)}: use 1 or more")
-        need(
-            self.vocab_size >= 0,
-            f"model.vocab_size={self.vocab_size}: use 0 (the tokenizer's) or more",
-        )
-        need(self.norm_eps >= 0, f"model.norm_eps={self.norm_eps}: use 0 or more")
-        need(self.rope_theta > 0, f"model.rope_theta={self.rope_theta}: use more than 0")
         need(
             self.dim % self.heads == 0 and self.dim // self.heads % 2 == 0,
             f"model.dim={self.dim}, model.heads={self.heads}: dim / heads must be an even number",

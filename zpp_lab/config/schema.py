@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import field, replace
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from zpp_lab.config.codec import STRICT as _STRICT
+from zpp_lab.config.codec import AboveZero, Count, NotNegative, Positive
 from zpp_lab.config.codec import need as _need
 from zpp_lab.config.data import DataConfig
 from zpp_lab.config.model import ModelConfig
@@ -36,12 +38,8 @@ TrainDtype = Literal["fp32", "bf16", "fp16"]  # fp16: engine=deepspeed, which sc
 
 @dataclass(frozen=True, config=_STRICT)
 class ClusterConfig:
-    nodes: int = 2
-    gpus_per_node: int = 2
-
-    def __post_init__(self) -> None:
-        _need(self.nodes >= 1, f"cluster.nodes={self.nodes}: use 1 or more")
-        _need(self.gpus_per_node >= 1, f"cluster.gpus_per_node={self.gpus_per_node}: use 1 or more")
+    nodes: Positive = 2
+    gpus_per_node: Positive = 2
 
     @property
     def world(self) -> int:
@@ -53,16 +51,16 @@ class EngineConfig:
     name: Literal["virtual", "fsdp", "deepspeed"] = "virtual"
     device: str = "auto"  # auto, cpu, cuda or cuda:0
     gather: Literal["auto", "flat", "hierarchical"] = "auto"
-    threads: int = 0  # CPU threads; 0 leaves torch's choice
+    threads: Annotated[int, Field(ge=0, le=4096)] = 0  # CPU threads; 0 leaves torch's choice
     deterministic: bool = True
     graph: bool = True  # virtual, on a GPU: passes are replayed from a CUDA graph
-    lanes: int = 0  # virtual, on a GPU: ranks side by side; 0 by the size of a pass
+    lanes: Count = 0  # virtual, on a GPU: ranks side by side; 0 by the size of a pass
     ordered: bool = False  # fsdp: sums in rank order for zero3 too, so that it equals `virtual`
-    prefetch: int = 1  # fsdp: units gathered ahead of the one that computes
+    prefetch: Count = 1  # fsdp: units gathered ahead of the one that computes
     # consecutive blocks whose weights and gradients travel together: fewer and larger transfers,
     # and more weights gathered at a time. No bit depends on it, except where FSDP2 reduces by
     # itself (zero3 without `ordered`): NCCL may add in another order.
-    blocks_per_unit: int = 1
+    blocks_per_unit: Positive = 1
     offload: bool = False  # fsdp: master weights and optimizer live in CPU memory
     compile: bool = False  # torch.compile of each block's forward; other bits, alike in all engines
     allow_fallback: bool = False  # go on where FSDP2 or DeepSpeed goes past the recipe
@@ -71,29 +69,16 @@ class EngineConfig:
     share_gpus: Literal["mps", "time-slices"] | None = None
     # fsdp: a transfer that takes longer, or a rank that is silent so long, ends the run on all
     # ranks, within 15 seconds more. To outlast an outage both must be more than twice as long.
-    timeout_seconds: float = 300.0
-    silence_seconds: float = 40.0
+    timeout_seconds: AboveZero = 300.0
+    silence_seconds: Annotated[float, Field(ge=5)] = 40.0
     # fsdp: groups are NCCL's or gloo's; peer: ranks of a host read each other's memory
     transport: Literal["auto", "groups", "peer"] = "auto"
 
     def __post_init__(self) -> None:
         _need(
-            0 <= self.threads <= 4096,
-            f"engine.threads={self.threads}: use 0 (torch's choice) to 4096",
-        )
-        _need(
             bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device)),
             f"engine.device={self.device!r}: use auto, cpu, cuda or cuda:N",
         )
-        _need(self.lanes >= 0, f"engine.lanes={self.lanes}: use 0 (by the size of a pass) or more")
-        _need(self.prefetch >= 0, f"engine.prefetch={self.prefetch}: use 0 (none) or more")
-        _need(
-            self.blocks_per_unit >= 1,
-            f"engine.blocks_per_unit={self.blocks_per_unit}: use 1 (each block by itself) or more",
-        )
-        timeout, silence = self.timeout_seconds, self.silence_seconds
-        _need(timeout > 0, f"engine.timeout_seconds={timeout}: use more than 0")
-        _need(silence >= 5, f"engine.silence_seconds={silence}: use 5 or more")
 
     @property
     def ranked(self) -> bool:
@@ -131,77 +116,49 @@ def more_heldout(eval_tokens: int) -> str:
 
 @dataclass(frozen=True, config=_STRICT)
 class TrainConfig:
-    steps: int = 180
-    batch_size: int = 4  # sequences of one rank in one micro-step
-    micro_steps: int = 1  # gradient accumulation
+    steps: Positive = 180
+    batch_size: Positive = 4  # sequences of one rank in one micro-step
+    micro_steps: Positive = 1  # gradient accumulation
     accumulate: Literal["every", "last"] = "every"  # reduce each micro-step, or the last only
     param_dtype: TrainDtype = "fp32"
     reduce_dtype: TrainDtype = "fp32"
-    lr: float = 3e-3
+    lr: NotNegative = 3e-3
     # lr times this for projections into the residual stream; 1 / sqrt(2 layers): see GUIDE
-    residual_lr: float = 1.0
-    min_lr_ratio: float = 0.1
-    warmup_steps: int = 20
+    residual_lr: AboveZero = 1.0
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    warmup_steps: Count = 20
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # after the warm-up
-    decay_steps: int = 0  # wsd: over so many steps at the end; 0: decay_share of all
-    decay_share: float = 0.2
-    beta1: float = 0.9
-    beta2: float = 0.95
+    decay_steps: Count = 0  # wsd: over so many steps at the end; 0: decay_share of all
+    decay_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     # in place of beta2: tokens after which a squared gradient weighs half in the second moment
-    beta2_tokens: float | None = None
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float = 1.0  # 0 does not clip
+    beta2_tokens: AboveZero | None = None
+    eps: NotNegative = 1e-8
+    weight_decay: NotNegative = 0.1
+    clip: NotNegative = 1.0  # 0 does not clip
     optimizer_state: Literal["fp32", "bf16", "8bit"] = "fp32"  # AdamW's moments; masters stay fp32
     optimizer_place: Literal["device", "host"] = "device"  # host: moments pass through the GPU
-    eval_every: int = 50
-    eval_tokens: int = 32768
-    readout_steps: int = 0  # a second readout: mean training loss of the last so many; 0: none
-    checkpoint_every: int = 100  # 0 saves at the end only
-    keep_checkpoints: int = 2  # 0: none once the run has finished
+    eval_every: Positive = 50
+    eval_tokens: Positive = 32768
+    readout_steps: Count = 0  # a second readout: mean training loss of the last so many; 0: none
+    checkpoint_every: Count = 100  # 0 saves at the end only
+    keep_checkpoints: Count = 2  # 0: none once the run has finished
     checkpoint_weights_only: bool = False  # weights alone, in bf16: to export, not to resume
-    checkpoint_host_gib: float = 8.0  # fsdp: a rank's copy up to so large is written meanwhile
-    checkpoint_staging_mib: int = 64  # a rank's buffers on the way to the disk; more is not used
+    checkpoint_host_gib: NotNegative = 8.0  # fsdp: a copy up to so large is written meanwhile
+    checkpoint_staging_mib: Positive = 64  # a rank's buffers on the way to the disk
     checkpoint_full_disk: Literal["stop", "skip"] = "stop"  # skip: train on without a checkpoint
-    diverge_above: float = 3.0  # nats over the best smoothed loss so far; 0 is off
+    diverge_above: NotNegative = 3.0  # nats over the best smoothed loss so far; 0 is off
     profile: str | None = None  # steps to trace, such as 10:13: the 10th to the 13th
-    diverge_steps: int = 50  # so many steps in a row above it end the run as diverged
+    diverge_steps: Positive = 50  # so many steps in a row above it end the run as diverged
 
     def __post_init__(self) -> None:
-        for key in ("steps", "batch_size", "micro_steps", "eval_every", "eval_tokens"):
-            _need(getattr(self, key) >= 1, f"train.{key}={getattr(self, key)}: use 1 or more")
-        for key in (
-            "warmup_steps",
-            "readout_steps",
-            "checkpoint_every",
-            "clip",
-            "lr",
-            "weight_decay",
-            "diverge_above",
-        ):
-            _need(getattr(self, key) >= 0, f"train.{key}={getattr(self, key)}: use 0 or more")
-        _need(self.residual_lr > 0, f"train.residual_lr={self.residual_lr}: use more than 0")
-        _need(
-            self.keep_checkpoints >= 0,
-            f"train.keep_checkpoints={self.keep_checkpoints}: use 0 or more",
-        )
         _need(
             self.optimizer_place == "device" or self.optimizer_state != "fp32",
             "train.optimizer_place=host needs train.optimizer_state=bf16 or 8bit: moments cross "
             "the host's bus twice a step, and torch's AdamW keeps fp32 moments on the weights' "
             "device",
         )
-        _need(
-            self.checkpoint_staging_mib >= 1 and self.checkpoint_host_gib >= 0,
-            "train.checkpoint_staging_mib: use 1 or more; train.checkpoint_host_gib: 0 (never "
-            "copy) or more",
-        )
-        _need(self.diverge_steps >= 1, f"train.diverge_steps={self.diverge_steps}: use 1 or more")
-        for key in ("beta1", "beta2"):
-            value = getattr(self, key)
-            _need(0 <= value < 1, f"train.{key}={value}: use 0 or more, and less than 1")
-        _need(self.eps >= 0, f"train.eps={self.eps}: use 0 or more")
-        _need(0 <= self.min_lr_ratio <= 1, f"train.min_lr_ratio={self.min_lr_ratio}: use 0 to 1")
         _need(
             self.readout_steps <= self.steps,
             f"train.readout_steps={self.readout_steps} is more than train.steps={self.steps}: the "
@@ -215,10 +172,6 @@ class TrainConfig:
         )
         half_life = self.beta2_tokens
         _need(
-            half_life is None or half_life > 0,
-            f"train.beta2_tokens={half_life}: use more than 0, or null (train.beta2)",
-        )
-        _need(
             half_life is None or self.beta2 == TrainConfig.beta2,
             f"train.beta2={self.beta2} and train.beta2_tokens={half_life} both set beta2: leave "
             "one of them out",
@@ -226,8 +179,6 @@ class TrainConfig:
 
     def _check_decay(self) -> None:
         steps, share, least = self.decay_steps, self.decay_share, self.steps - self.warmup_steps
-        _need(steps >= 0, f"train.decay_steps={steps}: use 0 (train.decay_share) or more")
-        _need(0 < share <= 1, f"train.decay_share={share}: use more than 0, and 1 at most")
         other = steps > 0 or share != TrainConfig.decay_share
         _need(
             self.schedule == "wsd" or not other,
@@ -286,18 +237,12 @@ class TrackingConfig:
     entity: str | None = None  # None: WANDB_ENTITY, else the account's own
     group: str | None = None  # None: the study's name, the sweep's folder, else WANDB_RUN_GROUP
     tags: list[str] = field(default_factory=list)  # []: WANDB_TAGS
-    telemetry_every: int = 50  # 0 measures no codec errors
-    timeout_seconds: float = 60.0  # for wandb's server to answer, at the start and at the end
-    wait_seconds: float = 0.0  # at a run's end for wandb; a batch system may kill what stays behind
+    telemetry_every: Count = 50  # 0 measures no codec errors
+    timeout_seconds: AboveZero = 60.0  # for wandb's server to answer, at the start and at the end
+    wait_seconds: NotNegative = 0.0  # at a run's end for wandb; Slurm may kill what stays behind
     console: bool = True  # wandb's Logs: what rank 0 says (console.log)
     system: bool = True  # wandb's system panels: rank 0 and its machine, while it trains
     git: bool = True  # name the run's commit in wandb
-
-    def __post_init__(self) -> None:
-        every, timeout, wait = self.telemetry_every, self.timeout_seconds, self.wait_seconds
-        _need(every >= 0, f"tracking.telemetry_every={every}: use 0 (off) or more")
-        _need(timeout > 0, f"tracking.timeout_seconds={timeout}: use more than 0")
-        _need(wait >= 0, f"tracking.wait_seconds={wait}: use 0 (do not wait) or more")
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -308,14 +253,13 @@ class RunConfig:
     arm: str | None = None
     resume: bool = True
     until: float | None = None  # unix time before which to stop with a checkpoint; see --for
-    piece_steps: int = 0  # steps of this start, after which to stop alike; 0: any number
+    piece_steps: Count = 0  # steps of this start, after which to stop alike; 0: any number
     start_from: str | None = None  # another run's checkpoint, of any engine and cluster
     memory: Literal["keep", "drop"] = "keep"  # drop: begin without what its encoders remember
 
     def __post_init__(self) -> None:
         _need(self.dir != "", "run.dir='': name a folder, or null (runs/RECIPE/seedN)")
         _need(self.until is None or self.until > 0, f"run.until={self.until}: use a unix time")
-        _need(self.piece_steps >= 0, f"run.piece_steps={self.piece_steps}: use 0 (all) or more")
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import field
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from zpp_lab.config.codec import STRICT as _STRICT
+from zpp_lab.config.codec import AboveZero, Count, Positive
 from zpp_lab.config.codec import need as _need
 from zpp_lab.files import check_name
 
@@ -65,11 +67,8 @@ class BranchConfig:
     straight line over `steps`. Arms may set otherwise.
     """
 
-    steps: int
+    steps: Positive
     optimizer: bool = True  # false: the trunk's weights, and a new optimizer
-
-    def __post_init__(self) -> None:
-        _need(self.steps >= 1, f"branch.steps={self.steps}: use 1 or more")
 
     @property
     def overrides(self) -> list[str]:
@@ -109,13 +108,13 @@ class StudyConfig:
     branch: BranchConfig | None = None  # how arms go on from those
     composites: list[CompositeConfig] = field(default_factory=list)
     baseline: str = "zero3"
-    margin: float = 0.0025  # of the baseline's held-out loss
-    confidence: float = 0.95
-    jobs: int = 0  # runs side by side; 0: as many as the machine has cores or GPUs
-    runs_per_gpu: int = 1  # runs that share a GPU; 0: as many as fit by the first run's memory
-    retries: int = 2  # new starts of a run that crashed or ran out of memory
-    max_seeds: int = 0  # added until every gap is inside or beyond the margin; 0: never
-    seeds_per_look: int = 1  # so many at a time
+    margin: AboveZero = 0.0025  # of the baseline's held-out loss
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+    jobs: Count = 0  # runs side by side; 0: as many as the machine has cores or GPUs
+    runs_per_gpu: Count = 1  # runs that share a GPU; 0: as many as fit by the first run's memory
+    retries: Count = 2  # new starts of a run that crashed or ran out of memory
+    max_seeds: Count = 0  # added until every gap is inside or beyond the margin; 0: never
+    seeds_per_look: Positive = 1  # so many at a time
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
@@ -128,14 +127,6 @@ class StudyConfig:
         )
         distinct = len(set(self.seeds)) == len(self.seeds) > 0
         _need(distinct, f"study {self.name}: seeds={self.seeds}: use one or more, all different")
-        _need(self.margin > 0, f"study {self.name}: margin={self.margin}: use more than 0")
-        _need(
-            0.5 < self.confidence < 1,
-            f"study {self.name}: confidence: use more than 0.5 and less than 1",
-        )
-        for key in ("jobs", "runs_per_gpu", "retries", "max_seeds"):
-            _need(getattr(self, key) >= 0, f"study {self.name}: {key} must be 0 or more")
-        _need(self.seeds_per_look >= 1, f"study {self.name}: seeds_per_look must be 1 or more")
         self._check_pairs()
         self._check_starts()
         self._check_branch()

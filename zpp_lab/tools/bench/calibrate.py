@@ -50,6 +50,7 @@ from zpp_lab.tools.plan.cost.machine import (
     Host,
     Inside,
     Machine,
+    Mode,
 )
 
 Place = Mapping[str, Any]
@@ -251,12 +252,12 @@ def _measure(args: argparse.Namespace, on_gpu: bool) -> None:
     os._exit(0)  # communicators that peer memory uses need not be taken apart
 
 
-def modes_of(args: argparse.Namespace) -> list[str]:
+def modes_of(args: argparse.Namespace) -> list[Mode]:
     """ValueError for one that there is not, and without eager."""
-    modes: list[str] = args.modes.split(",")
-    if not {"eager"} <= set(modes) <= set(MODES):
+    words = args.modes.split(",")
+    if not {"eager"} <= set(words) <= set(MODES):
         raise ValueError(f"--modes {args.modes}: use eager or eager,compiled")
-    return modes
+    return [mode for mode in MODES if mode in words]
 
 
 def measured(args: argparse.Namespace, sizes: Sizes, device: torch.device, kept: Kept) -> Machine:
@@ -278,7 +279,7 @@ def _machine(
     args: argparse.Namespace,
     sizes: Sizes,
     device: torch.device,
-    modes: list[str],
+    modes: list[Mode],
     links: Links,
     kept: Kept,
 ) -> Machine:

@@ -36,7 +36,7 @@ from zpp_lab.models import build_model
 from zpp_lab.models.start import materialize
 from zpp_lab.tools.bench.ranks import Timing, call_seconds
 from zpp_lab.tools.bench.step.engines import PlainFsdp2
-from zpp_lab.tools.plan.cost.machine import OPERATORS, Between, Curve, Host, Inside
+from zpp_lab.tools.plan.cost.machine import OPERATORS, Between, Curve, Host, Inside, Mode
 from zpp_lab.tools.plan.cost.machine import Codec as CodecSeconds
 from zpp_lab.tools.plan.cost.transfers import codec_key
 from zpp_lab.train.footprint import settled
@@ -258,7 +258,7 @@ def copy_rate(nbytes: int, device: torch.device) -> float:
     return 2 * nbytes / device_seconds(lambda: target.copy_(source), device)
 
 
-def host(layers: int, width: int, normed: int, modes: Sequence[str], device: torch.device) -> Host:
+def host(layers: int, width: int, normed: int, modes: Sequence[Mode], device: torch.device) -> Host:
     """Every rank calls it; seconds are this rank's. layers: 2 or more."""
     calls = cases(layers, width, modes, device)
     with settled():
@@ -267,7 +267,7 @@ def host(layers: int, width: int, normed: int, modes: Sequence[str], device: tor
     return figures(times, layers, modes, norm)
 
 
-def figures(times: Mapping[Case, Times], layers: int, modes: Sequence[str], norm_s: float) -> Host:
+def figures(times: Mapping[Case, Times], layers: int, modes: Sequence[Mode], norm_s: float) -> Host:
     """From the seconds of each case with one block and with `layers`. Noise may make a part
     negative; it counts as 0 then, and the parts after it bear the difference."""
 
@@ -299,7 +299,7 @@ def figures(times: Mapping[Case, Times], layers: int, modes: Sequence[str], norm
 
 
 def cases(
-    layers: int, width: int, modes: Sequence[str], device: torch.device
+    layers: int, width: int, modes: Sequence[Mode], device: torch.device
 ) -> dict[Case, Callable[[], Times]]:
     found: dict[Case, Callable[[], Times]] = {}
     for mode in modes:

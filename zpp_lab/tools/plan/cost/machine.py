@@ -12,18 +12,20 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal, get_args
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as checked
 
-from zpp_lab.config.codec import need
+from zpp_lab.config.codec import AboveZero, NotNegative, need
 from zpp_lab.config.load import load
 from zpp_lab.files import conf_dir, parse_json, write_atomic
 
 _STRICT = ConfigDict(extra="forbid")
 OPERATORS = ("encode", "decode", "reduce", "decode_sum_encode")
-MODES = ("eager", "compiled")
+Mode = Literal["eager", "compiled"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+ByMode = Annotated[Mapping[Mode, NotNegative], Field(min_length=1)]
 PART = ".part"  # the ending of a calibration's file that is not whole yet
 
 
@@ -72,29 +74,17 @@ class Host:
     and what a block adds once a step is inside step_s, as much at any depth.
     """
 
-    block_forward_s: Mapping[str, float]  # by mode
-    block_backward_s: Mapping[str, float]
-    gather_s: float  # a unit's gather and copy-out
-    reduce_s: float  # a unit's reduction
-    step_s: float  # once a step: embedding, head and loss, optimizer, reading the loss
-    norm_s: float  # once a step: the gradient norm in its fixed order (engines/norm.py)
-    block_again_s: Mapping[str, float] | None = None  # by mode: what recomputing a block adds
+    block_forward_s: ByMode
+    block_backward_s: ByMode
+    gather_s: NotNegative  # a unit's gather and copy-out
+    reduce_s: NotNegative  # a unit's reduction
+    step_s: NotNegative  # once a step: embedding, head and loss, optimizer, reading the loss
+    norm_s: NotNegative  # once a step: the gradient norm in its fixed order (engines/norm.py)
+    block_again_s: ByMode | None = None  # what recomputing a block adds
     # What a block adds to FSDP2's whole step beyond the above: clipping, update, hooks.
-    block_rest_s: float | None = None
+    block_rest_s: NotNegative | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("block_forward_s", "block_backward_s"):
-            by_mode = getattr(self, name)
-            _modes(f"host.{name}", by_mode)
-            need(min(by_mode.values()) >= 0, f"host.{name}: use 0 or more seconds")
-        if self.block_again_s is not None:
-            _modes("host.block_again_s", self.block_again_s)
-            need(min(self.block_again_s.values()) >= 0, "host.block_again_s: use 0 or more seconds")
-        for name in ("gather_s", "reduce_s", "step_s", "norm_s", "block_rest_s"):
-            seconds = getattr(self, name) or 0.0
-            need(seconds >= 0, f"host.{name}={seconds}: use 0 or more")
-
-    def again_s(self, mode: str) -> float:
+    def again_s(self, mode: Mode) -> float:
         """Of a block whose backward computes it again."""
         by_mode = self.block_forward_s if self.block_again_s is None else self.block_again_s
         return by_mode[mode]
@@ -123,22 +113,15 @@ class Inside:
 
     gather: Curve
     reduce: Curve
-    gpu_share: float
-
-    def __post_init__(self) -> None:
-        need(0 <= self.gpu_share <= 1, f"intra.gpu_share={self.gpu_share}: use 0 to 1")
+    gpu_share: Annotated[float, Field(ge=0, le=1)]
 
 
 @checked(frozen=True, config=_STRICT)
 class Between:
     """The links between nodes. `efficiency`: of a node's nominal rate, what payloads get."""
 
-    latency_s: float  # of one message
-    efficiency: float
-
-    def __post_init__(self) -> None:
-        need(self.latency_s >= 0, f"inter.latency_s={self.latency_s}: use 0 or more")
-        need(0 < self.efficiency <= 1, f"inter.efficiency={self.efficiency}: use (0, 1]")
+    latency_s: NotNegative  # of one message
+    efficiency: Annotated[float, Field(gt=0, le=1)]
 
     def seconds(self, nbytes: float, gbps: float, messages: int = 1) -> float:
         """`nbytes` leave a node over `gbps` Gbit/s; `messages` follow one another."""
@@ -155,18 +138,12 @@ class Codec:
     bits, then r for stochastic rounding, h for a Hadamard rotation; `raw` sends its own bytes.
     """
 
-    launch_s: float
-    seconds: Mapping[str, Mapping[str, float]]
+    launch_s: NotNegative
+    seconds: Mapping[str, Mapping[str, AboveZero]]
 
     def __post_init__(self) -> None:
-        need(self.launch_s >= 0, f"codec.launch_s={self.launch_s}: use 0 or more")
         unknown = sorted(set(self.seconds) ^ set(OPERATORS))
         need(not unknown, f"codec.seconds: {', '.join(unknown)}; give {', '.join(OPERATORS)}")
-        for op, by_codec in self.seconds.items():
-            need(
-                all(s > 0 for s in by_codec.values()),
-                f"codec.seconds.{op}: use more than 0 seconds an element",
-            )
 
     def each(self, op: str, codec: str) -> float:
         """Seconds an element. ValueError when nobody measured it."""
@@ -186,8 +163,8 @@ class Machine:
     FLOPs of one block's forward in bf16; its backward is twice that."""
 
     name: str
-    compute: Mapping[str, Curve]
-    memory_bytes_per_s: float  # read and written, of a large copy
+    compute: Annotated[Mapping[Mode, Curve], Field(min_length=1)]
+    memory_bytes_per_s: AboveZero  # read and written, of a large copy
     host: Host
     intra: Inside
     inter: Between
@@ -196,16 +173,13 @@ class Machine:
     gpu: str = ""  # its name as torch says it
 
     def __post_init__(self) -> None:
-        _modes("compute", self.compute)
-        missing = sorted(set(self.compute) - set(self.host.block_forward_s))
-        missing += sorted(set(self.compute) - set(self.host.block_backward_s))
-        need(not missing, f"host: no block_forward_s or block_backward_s for {missing}")
-        if self.host.block_again_s is not None:
-            missing = sorted(set(self.compute) - set(self.host.block_again_s))
-            need(not missing, f"host: no block_again_s for {missing}")
-        need(self.memory_bytes_per_s > 0, "memory_bytes_per_s: use more than 0")
+        host = self.host
+        for name in ("block_forward_s", "block_backward_s", "block_again_s"):
+            by_mode = getattr(host, name)
+            missing = set() if by_mode is None else set(self.compute) - set(by_mode)
+            need(not missing, f"host.{name}: missing {', '.join(missing)}")
 
-    def mode(self, compiled: bool) -> str:
+    def mode(self, compiled: bool) -> Mode:
         """The key of `compute`. ValueError where this file has no figures for it."""
         wanted = MODES[compiled]
         if wanted not in self.compute:
@@ -261,8 +235,3 @@ def load_machine(name: str) -> Machine:
     except ValueError as error:
         told = str(error).replace("\n", "; ")
         raise ValueError(f"{path}: {told}; use one that `zpp-lab bench calibrate` wrote") from None
-
-
-def _modes(name: str, by_mode: Mapping[str, Any]) -> None:
-    unknown = sorted(set(by_mode) - set(MODES))
-    need(bool(by_mode) and not unknown, f"{name}: use the keys {' and '.join(MODES)}")
