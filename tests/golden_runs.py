@@ -102,6 +102,7 @@ def _loops(cases: list[str]) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         own = sharded.state_dict()
+        own.pop("marks", None)  # of the weights, which the digest has
         state = {"weights": dict(model.named_parameters()), **own, "step": {}}
         names = {id(p): name for name, p in model.named_parameters()}
         state |= {f"moments of {names[id(p)]}": m for p, m in optimizer.state.items()}

@@ -99,7 +99,8 @@ def _exists(place: str, name: str) -> bool:
         known = (*dir(made), *made.__init__.__code__.co_names)
         return any(n in known for n in name.split("|")) and hasattr(fully_shard, "state")
     if place == "FSDPParamGroup":
-        return name in internals._fsdp_param_group.FSDPParamGroup.__init__.__code__.co_names
+        group = internals._fsdp_param_group.FSDPParamGroup
+        return name in (*dir(group), *group.__init__.__code__.co_names)
     if place == "FSDPParam":
         cut = inspect.unwrap(internals._fsdp_param.FSDPParam._init_sharded_param)
         return name in cut.__code__.co_names

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -96,6 +96,10 @@ class Sharded:
             add_bytes(total, unit.ledger.step)
         return total
 
+    def step(self) -> None:
+        """Say that an optimizer has updated the weights; those of torch say so themselves."""
+        self.loop.step()
+
     def reset_bytes(self) -> None:
         for unit in self.wrapped.installed:
             unit.ledger.start_step()
@@ -115,12 +119,12 @@ class Sharded:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Beside the model's and the optimizer's: the step, memories and kept weights, so that
-        training goes on with the same bits. torch.distributed.checkpoint takes this object."""
+        """Return, beside the model's and the optimizer's, the step, memories and kept weights, so
+        that training goes on with the same bits. torch.distributed.checkpoint takes this object."""
         return self.loop.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Once the model has its weights."""
+        """Take such a state, before or after the model gets its weights."""
         self.loop.load(state)
 
 
@@ -131,7 +135,7 @@ def shard(
     *,
     mesh: DeviceMesh | None = None,
     units: Sequence[nn.Module] | None = None,
-    param_dtype: Dtype = "fp32",
+    param_dtype: Dtype | None = None,
     reduce_dtype: Dtype = "fp32",
     seed: int = Config.seed,
     steps: int | None = None,
@@ -153,10 +157,11 @@ def shard(
         one node.
     units: the modules whose parameters travel together, each used in forward as a whole;
         without any, `model.units()` is asked, else every module of a class that a list repeats.
+    param_dtype: in which weights travel and compute; None: the model's own.
     seed: of noise; `zpp-lab train` takes its run's.
     steps: of the run, for a recipe whose phases begin after a share of them.
     transport: how bytes get to other ranks (engine.transport).
-    ValueError when the recipe does not fit the cluster, or units overlap.
+    ValueError when the recipe does not fit the cluster, or units overlap or share a parameter.
     """
     config = _recipe(recipe)
     if isinstance(model, FSDPModule):
@@ -165,6 +170,7 @@ def shard(
         )
     cut = [{name: module} for name, module in _named(model, units)]
     picked = Ranks.pick(mesh, _cluster(cluster) if isinstance(cluster, str) else cluster)
+    param_dtype = param_dtype or _own_dtype(model)
     sent = DTYPES[param_dtype], DTYPES[reduce_dtype]
     phases = {first: Recipe(c, picked.cluster, *sent) for first, c in _phases(config, steps)}
     checked = phases[0]
@@ -215,6 +221,23 @@ def _recipe(given: RecipeConfig | Mapping[str, Any] | Path | str) -> RecipeConfi
     if not path.is_file():
         raise ValueError(f"recipe {path}: {missing(path, 'file')}")
     return load(RecipeConfig, {"name": path.stem, **read_yaml(path)})
+
+
+def _own_dtype(model: nn.Module) -> Dtype:
+    """Of the model's floating-point parameters. ValueError where they have several, or another
+    than weights can travel in."""
+    found: dict[torch.dtype, str] = {}
+    for name, p in model.named_parameters():
+        if p.is_floating_point():
+            found.setdefault(p.dtype, name)
+    known: tuple[Dtype, ...] = get_args(Dtype)
+    own = [name for name in known if found.keys() <= {DTYPES[name]}]
+    if not own:
+        raise ValueError(
+            f"the model has {' and '.join(f'{d} ({n})' for d, n in found.items())}: set in which "
+            f"dtype weights travel and compute, param_dtype={' or '.join(map(repr, known))}"
+        )
+    return own[0]
 
 
 def _cluster(given: str) -> ClusterConfig:

@@ -171,5 +171,5 @@ class RawCodec(CodecBase):
     def decode(self, payload: Tensor, numel: int) -> Tensor:
         if not numel:
             return torch.zeros(payload.shape[0], 0, device=payload.device)
-        own = payload[:, : numel * self.dtype.itemsize].contiguous()
-        return own.view(self.dtype).to(torch.float32)
+        own = payload[:, : numel * self.dtype.itemsize].contiguous().view(self.dtype)
+        return own.to(torch.float32) if self.dtype.is_floating_point else own

@@ -13,17 +13,21 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from zpp_lab.codecs.base import Codec
 from zpp_lab.codecs.noise import parameter_id
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a unit: its full name, its whole shape, and elements of a padded shard."""
+    """A parameter of a unit: its full name, its whole shape, and elements of a padded shard.
+    `dtype`: of integers, which travel as their own bytes on every wire; None: as the wire says."""
 
     name: str
     shape: tuple[int, ...]
     world: int
+    dtype: torch.dtype | None = None
 
     @property
     def numel(self) -> int:

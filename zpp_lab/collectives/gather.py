@@ -90,7 +90,9 @@ class Gather:
         self.base: Tensor | None = None  # this rank's row of a frozen base, uint8 [1, n]
         segments = spec.forward.segments
         self.encoded = len(segments) - spec.stored  # segments that each gather encodes
-        raw = [RawCodec(spec.dtype)] * self.encoded + [s.codec for s in segments[self.encoded :]]
+        plain, stored = segments[: self.encoded], segments[self.encoded :]
+        raw = [s.codec if isinstance(s.codec, RawCodec) else RawCodec(spec.dtype) for s in plain]
+        raw += [s.codec for s in stored]  # type: ignore[misc]
         self.raw = Layout.build([s.name for s in segments], [s.numel for s in segments], raw)
         self.live: dict[int, Layout] = {}  # of a layout, what is encoded
         self.planned: dict[tuple[int, bool], Traffic] = {}  # by layout, and whether kept

@@ -22,7 +22,7 @@ so of every engine, plan and dry run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -149,9 +149,9 @@ class UnitPlan:
     @cached_property
     def raw(self) -> Layout:
         """Every parameter as its own bytes."""
-        parameters, codec = self.unit.parameters, RawCodec(self.recipe.weights_dtype)
+        parameters, dtype = self.unit.parameters, self.recipe.weights_dtype
         names, numels = [p.name for p in parameters], [p.shard_numel for p in parameters]
-        return Layout.build(names, numels, [codec] * len(parameters))
+        return Layout.build(names, numels, [RawCodec(p.dtype or dtype) for p in parameters])
 
     @cached_property
     def hops(self) -> tuple[Layout, ...]:
@@ -300,6 +300,19 @@ class Plan:
         )
         plan._check()
         return plan
+
+    def training(self, names: Set[str]) -> Plan:
+        """The same, of a model that trains these parameters."""
+        units = [
+            replace(
+                u,
+                unit=replace(
+                    u.unit, trainable=frozenset(p.name for p in u.unit.parameters) & names
+                ),
+            )
+            for u in self.units
+        ]
+        return replace(self, units=tuple(units))
 
     def under(self, recipe: Recipe) -> Plan:
         """The same units under the recipe of another phase: as cut, and with as many micro-steps.

@@ -108,6 +108,8 @@ class Recipe:
 
     def codec(self, wire: Wire, parameter: Parameter) -> Codec:
         """The codec of `parameter` on `wire`, exemptions and rules applied."""
+        if parameter.dtype is not None:
+            return RawCodec(parameter.dtype)
         raw = self._raw_dtype(wire)
         if self.cluster.world == 1:
             return RawCodec(raw)

@@ -56,7 +56,7 @@ class Row:
     ) -> Row:
         """owners: whose shard each row is; own: which of them is ours."""
         numel, n = p.numel, p.shard_numel
-        rows = torch.zeros(len(owners), n, dtype=dtype, device=device)
+        rows = torch.zeros(len(owners), n, dtype=p.dtype or dtype, device=device)
         ends = [min(n, max(0, numel - rank * n)) for rank in owners]
         padding = tuple(row[end:] for row, end in zip(rows, ends, strict=True) if end < n)
         return cls(rows, rows[own : own + 1], padding)
@@ -101,9 +101,8 @@ class Update:
         if not self.filled:
             raise ValueError(
                 f"recipe {self.plan.recipe.config.name}, unit {self.plan.unit.name}: its "
-                "node-replicated weights were gathered before the nodes got them, because no "
-                "forward of the whole model has begun; call the model that was sharded, not one "
-                "of its methods or modules, or use recipe.sharding.weights=world"
+                "node-replicated weights were gathered before the nodes got them: call the model "
+                "that was sharded, or use recipe.sharding.weights=world"
             )
         self.wait()
         return [kept.rows for kept in self.kept.values()]
@@ -117,7 +116,7 @@ class Update:
     def start(self, masters: Sequence[Tensor], done: int, there: Collection[str] = ()) -> None:
         """Keep the weights after `done` steps. Not of a step, so the ledger does not count it.
 
-        masters: this rank's shards of every parameter, fp32, in the unit's order. there: whose own
+        masters: this rank's shards of every parameter, in the unit's order. there: whose own
         rows are there already.
         """
         for (name, kept), master in zip(self.kept.items(), masters, strict=True):
@@ -142,7 +141,7 @@ class Update:
     def send(
         self, masters: Sequence[Tensor], done: int, ok: Tensor, observer: Observer | None = None
     ) -> None:
-        """A step has updated the masters (fp32, this rank's shards of the layout's parameters):
+        """A step has updated the masters (this rank's shards of the layout's parameters):
         keep the new weights, unless `ok` is false on the device."""
         sent = self._exchange(masters, done, ok, observer)
         self.arrived = self.streams.mark(self.arrived)
@@ -165,8 +164,8 @@ class Update:
         if not kept:
             return NOTHING
         own, differences = [k.own for k in kept], self.differences
-        if masters[0].device != own[0].device:
-            masters = [x.to(own[0].device) for x in masters]
+        # no copy of fp32 masters where the weights are
+        masters = [x.to(own[0].device, torch.float32) for x in masters]
         payload = self._empty(layout)
         leg = self.transport.gathering(payload, "across", self.label)
         noise = update_noise(self.clock.seed, done, [self.rank]) if layout.stochastic else None

@@ -51,32 +51,36 @@ def decode_shards(segment: Segment, payload: Tensor, out: Tensor) -> None:
 
 
 def mark(rows: Tensor, first: int, shape: tuple[int, ...]) -> Tensor:
-    """Of rows [first, ...) of a parameter of `shape`, fp32: int64 [1 + len(shape)].
+    """Of rows [first, ...) of a parameter of `shape`, fp32: int64 [1 + len(shape)]."""
+    total = mark_sum(rows.reshape(-1), first * math.prod(shape[1:]))
+    return torch.tensor([int(total), *shape], dtype=torch.int64)
+
+
+def mark_sum(flat: Tensor, start: int) -> Tensor:
+    """Of the elements from `start` on, fp32: int64 on their device.
 
     The sum of each element's bits times an odd number for its place, modulo 2^64: marks of parts
     add up to the whole's, in any order.
     """
-    flat = rows.reshape(-1)
-    start = first * math.prod(shape[1:])
-    total = torch.zeros((), dtype=torch.int64, device=rows.device)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for at in range(0, flat.numel(), _PIECE):
-        bits = flat[at : at + _PIECE].contiguous().view(torch.int32).long()
-        places = torch.arange(start + at, start + at + bits.numel(), device=rows.device)
-        total += (bits * ((2 * places + 1) * _ODD)).sum()
-    return torch.tensor([int(total), *shape], dtype=torch.int64)
+        bits = flat[at : at + _PIECE].contiguous().view(torch.int32)
+        places = torch.arange(bits.numel(), device=flat.device)  # int64, and so are the products
+        total += (2 * (start + at) + 1) * bits.sum(dtype=torch.int64) + 2 * (bits * places).sum()
+    return total * _ODD
 
 
 def check_marks(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     """ValueError, naming a parameter, when a checkpoint stands on another base than this run's."""
-    differing = sorted(
-        n for n in {*own, *saved} if n not in own or n not in saved or _differ(own[n], saved[n])
-    )
-    if differing:
+    if found := differing(own, saved):
         raise ValueError(
-            f"the checkpoint's adapters belong to another frozen base; {differing[0]} differs: "
+            f"the checkpoint's adapters belong to another frozen base; {found[0]} differs: "
             "start from the weights that the checkpoint's run started from"
         )
 
 
-def _differ(own: Tensor, saved: Tensor) -> bool:
-    return not torch.equal(own.cpu(), saved.cpu())
+def differing(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[str]:
+    """The parameters whose marks differ, or that only one of both has."""
+    both = own.keys() & saved.keys()
+    same = {n for n in both if torch.equal(own[n].cpu(), saved[n].cpu())}
+    return sorted({*own, *saved} - same)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 
+import torch
 from torch import nn
 
 from zpp_lab.codecs.layout import Parameter
@@ -43,8 +44,10 @@ def cut_units(
     model: nn.Module, units: Iterable[Blocks], world: int, stored: Set[str] = frozenset()
 ) -> list[Unit]:
     """The blocks' units, then the root with what is left, which stays gathered between forward and
-    backward. `stored`: parameters of a frozen base. ValueError when two blocks share a
-    parameter."""
+    backward. `stored`: parameters of a frozen base. ValueError when two units share a parameter,
+    or one unit trains several dtypes."""
+    units = list(units)
+    _check_shared(model, units)
     left = dict(model.named_parameters())
     cut: list[Unit] = []
     for blocks in units:
@@ -71,10 +74,45 @@ def _unit(
     reshard: bool,
     blocks: int,
 ) -> Unit:
-    # of a parameter that others have cut already, this rank's part is ours to cut
-    parameters = tuple(Parameter(n, tuple(local(p).shape), world) for n, p in own.items())
+    check_dtypes(name, own)
+    parameters = tuple(
+        # of a parameter that others have cut already, this rank's part is ours to cut
+        Parameter(n, tuple(local(p).shape), world, None if p.is_floating_point() else p.dtype)
+        for n, p in own.items()
+    )
     trainable = frozenset(n for n, p in own.items() if p.requires_grad)
     return Unit(name, parameters, trainable, reshard, frozenset(stored & own.keys()), blocks)
+
+
+def check_dtypes(unit: str, own: Mapping[str, nn.Parameter]) -> None:
+    """ValueError where the unit's trained parameters, by name, are not all of one float dtype, as
+    FSDP2 wants for their reduction."""
+    found: dict[torch.dtype, str] = {}
+    for name, p in own.items():
+        if p.requires_grad:
+            found.setdefault(p.dtype, name)
+    if len(found) > 1 or any(not dtype.is_floating_point for dtype in found):
+        raise ValueError(
+            f"unit {unit}: {' and '.join(f'{n} is {d}' for d, n in found.items())}, but the "
+            "trained parameters of a unit need one floating-point dtype: convert the model, such "
+            "as model.float(), freeze one of them, or put them into other units"
+        )
+
+
+def _check_shared(model: nn.Module, units: Iterable[Blocks]) -> None:
+    """ValueError where a parameter is in two units, the root among them: FSDP2 would shard it
+    twice."""
+    unit_of = {f"{block}.": unit_name(blocks) for blocks in units for block in blocks}
+    seen: dict[int, tuple[str, str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        unit = next((u for prefix, u in unit_of.items() if name.startswith(prefix)), ROOT)
+        first, other = seen.setdefault(id(p), (unit, name))
+        if first != unit:
+            raise ValueError(
+                f"{other} of unit {first} and {name} of unit {unit} are one parameter, but a "
+                "parameter belongs to one unit: make units of other modules, such as one that "
+                "contains both, or leave both to the root, which holds what no unit has"
+            )
 
 
 def is_untouched(plan: Plan, ordered: bool) -> bool:

@@ -86,7 +86,7 @@ class FrozenBase:
         """
         own = agreed(lambda: self._encode(units, start, part, device))
         self.whole = {}
-        self.marks = _added(own, device)
+        self.marks = added(own, device)
 
     def _encode(
         self, units: Sequence[Installed], start: Rows | None, part: int, device: torch.device
@@ -116,7 +116,7 @@ def own_rows(shape: tuple[int, ...], shards: int, part: int) -> tuple[int, int]:
     return first, min(first + rows, shape[0])
 
 
-def _added(own: Marks, device: torch.device) -> Marks:
+def added(own: Marks, device: torch.device) -> Marks:
     """Marks of all ranks' rows together."""
     if not own:
         return {}

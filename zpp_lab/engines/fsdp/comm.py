@@ -56,8 +56,8 @@ from zpp_lab.engines.fsdp.packed import Box, Fallbacks, Packed
 # What the files fsdp_*.py lean on beyond the names that they spell out; a test looks for each.
 LEANS_ON = {
     # what fully_shard.state(module) returns; several groups a module from torch 2.13 on
-    "FSDPState": ("_fsdp_param_groups|_fsdp_param_group",),
-    "FSDPParamGroup": ("fsdp_params",),
+    "FSDPState": ("_fsdp_param_groups|_fsdp_param_group", "_pre_forward", "_post_forward"),
+    "FSDPParamGroup": ("fsdp_params", "_init_mp_dtypes"),
     "FSDPParam": (
         "sharded_param",
         # the rest for base.py
@@ -89,22 +89,31 @@ class PackedGather(AllGather):
         """`places`: where FSDP2 has each of the layout's parameters, if in another order."""
         self.gather, self.fallbacks, self.places = gather, fallbacks, places
         self.peers = peers(gather.cluster, "local" if gather.copied else "world")
+        self.dtypes = [getattr(s.codec, "dtype", gather.spec.dtype) for s in gather.raw.segments]
+        self.mixed = not all(dtype.is_floating_point for dtype in self.dtypes)
+        self.arrive = lambda: None  # called before each gather outside of backward
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if not dtype.is_floating_point:  # parameters of several dtypes travel as bytes
+        if not dtype.is_floating_point and not self.mixed:  # several dtypes travel as bytes
             self.fallbacks.note(f"a gather of {dtype}")
             return torch.empty(*size, dtype=dtype, device=device)
         return Packed(Box(self, math.prod(size), dtype, device), size)
 
     def copy_in(self, output: Packed, shards: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        output.box.packet = self.gather.pack(self._ordered(shards), in_backward())
+        if not (backward := in_backward()):
+            self.arrive()
+        output.box.packet = self.gather.pack(self._ordered(shards), backward)
         return output, output
 
     def unpack(self, packet: Packet, outs: Sequence[Tensor]) -> None:
         self.gather.unpack(packet, self._ordered(outs))
 
     def _ordered(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return tensors if self.places is None else [tensors[i] for i in self.places]
+        if self.places is not None:
+            return [tensors[i] for i in self.places]
+        if self.mixed:  # FSDP2 hands over bytes
+            return [t.view(dtype) for t, dtype in zip(tensors, self.dtypes, strict=True)]
+        return tensors
 
     def __call__(
         self,
@@ -130,8 +139,8 @@ class PackedReduce(LandedReduce):
     def __init__(
         self, reduce: Reduce, present: Present, fallbacks: Fallbacks, landing: Landing
     ) -> None:
-        super().__init__(landing)
-        self.reduce, self.present, self.fallbacks = reduce, present, fallbacks
+        super().__init__(landing, present)
+        self.reduce, self.fallbacks = reduce, fallbacks
 
     def make_input(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
         return Packed(Box(self, math.prod(size), dtype, device), size)
@@ -211,11 +220,21 @@ def parameter_order(module: nn.Module, names: dict[int, str]) -> Names:
 def managed(module: nn.Module) -> list[Any]:
     """FSDP2's own parameter objects of a wrapped module and those it travels with, in its
     order."""
+    return [p for group in _groups(module) for p in group.fsdp_params]
+
+
+def _groups(module: nn.Module) -> list[Any]:
     state = fully_shard.state(module)  # type: ignore[attr-defined]
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group]
-    return [p for g in groups if g for p in g.fsdp_params]
+    return [g for g in groups or [state._fsdp_param_group] if g]
+
+
+def retrain(module: nn.Module, reduce: LandedReduce) -> None:
+    """Others of a unit's parameters are trained from now on: let FSDP2 look at dtypes again, which
+    it does for trained ones alone."""
+    for group in _groups(module):
+        group._init_mp_dtypes()
+    reduce.landing.dtype, reduce.present.fresh = gradient_dtype(module), True
 
 
 def gradient_dtype(module: nn.Module) -> torch.dtype | None:
@@ -303,7 +322,7 @@ def install_later(
     start, as buffers of peers are as large as any phase needs."""
     done = []
     for unit, plan in zip(units, plans, strict=True):
-        own = replace(plan, unit=unit.plan.unit)
+        own = replace(plan, unit=replace(unit.plan.unit, trainable=plan.unit.trainable))
         gather = Gather(gather_spec(own), transport, unit.ledger, clock)
         gather.rows = unit.gather.rows
         reduce = Reduce(reduce_spec(own), transport, unit.ledger, clock, memories)
@@ -313,13 +332,16 @@ def install_later(
     return done
 
 
-def land(modules: Iterable[nn.Module], world: int) -> None:
+def land(model: nn.Module, modules: Iterable[nn.Module], world: int) -> list[LandedReduce]:
     """Let the gradients of units that FSDP2 reduces by itself lie in the computing stream's
     memory; `modules`: each unit's first, on `world` > 1 ranks."""
+    names, found = {id(p): n for n, p in model.named_parameters()}, []
     for module in modules:
         assert isinstance(module, FSDPModule)
-        landing = Landing(world, gradient_dtype(module))
-        module.set_custom_reduce_scatter(LandedReduce(landing))
+        present = Present(model, module, parameter_order(module, names), own_dtypes=False)
+        found.append(LandedReduce(Landing(world, gradient_dtype(module)), present))
+        module.set_custom_reduce_scatter(found[-1])
+    return found
 
 
 def _ordered(unit: Unit, order: Names) -> Unit:

@@ -34,15 +34,48 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.utils import deterministic
 
+from zpp_lab.codecs.layout import Parameter
 from zpp_lab.collectives.reduce import Names
 from zpp_lab.collectives.transport import reduce_scatter
 from zpp_lab.engines.optim.shards import local
 
 # of a reduction: ids of who was seen, in their order, and who that is, in FSDP2's; their shapes
 Found = tuple[tuple[int, ...], Names, list[torch.Size]]
+Hook = Callable[..., None]  # gets a module first
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def on_forward(
+    module: nn.Module, *, before: Hook = _nothing, entered: Hook = _nothing, after: Hook = _nothing
+) -> None:
+    """Call hooks around the forwards of a module that FSDP2 has wrapped: `before` it gathers,
+    `entered` once it has, and `after` the forward. Methods that users register as forwards
+    (`register_fsdp_forward_method`) bypass module hooks, but ask FSDP2's state for these two."""
+    module.register_forward_pre_hook(before, prepend=True)
+    module.register_forward_pre_hook(entered)
+    module.register_forward_hook(after)
+    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    begin, end = state._pre_forward, state._post_forward
+
+    def begun(own: nn.Module, args: Any, kwargs: Any) -> Any:
+        before(own)
+        given = begin(own, args, kwargs)
+        entered(own)
+        return given
+
+    def ended(own: nn.Module, args: Any, output: Any) -> Any:
+        output = end(own, args, output)
+        after(own)
+        return output
+
+    state._pre_forward, state._post_forward = begun, ended
 
 
 class Present:
@@ -53,43 +86,76 @@ class Present:
     unit's first forward and keeps them.
     """
 
-    def __init__(self, model: nn.Module, module: nn.Module, names: Names) -> None:
-        """`module`: the unit's first; `names` in FSDP2's order, and in `model`."""
-        self.names = names
+    def __init__(
+        self, model: nn.Module, module: nn.Module, names: Names, own_dtypes: bool = True
+    ) -> None:
+        """`module`: the unit's first; `names` in FSDP2's order, and in `model`. `own_dtypes`:
+        whether gradients are given the weights' dtype."""
+        self.names, self.own_dtypes = names, own_dtypes
         self.seen: list[Tensor] = []
         self.taken: list[Names] = []  # of each reduction since the step began
         self.hooked: dict[int, tuple[str, Tensor]] = {}  # by id, in FSDP2's order
         self.last: Found = (), (), []  # mostly the next one's too
         self.dtypes = GradDtypes()
         self.places = {n: _place(model, n) for n in names}
-        self.handle = module.register_forward_pre_hook(self._attach)
+        self.known = self.trained()
+        self.fresh = True  # whether trained parameters may have no hook yet
+        self.agree: Callable[[Names], None] | None = None  # asked in the first reduction
+        on_forward(module, entered=self._attach)
+
+    def trained(self) -> frozenset[str]:
+        """The names of the unit's parameters that are trained at the moment."""
+        places = self.places.items()
+        return frozenset(n for n, (owner, a) in places if owner._parameters[a].requires_grad)  # type: ignore[union-attr]
 
     @torch.compiler.disable
     def _attach(self, *_: Any) -> None:
+        if not self.fresh:
+            return
+        self.fresh, before, self.hooked = False, self.hooked, {}
         for name, (owner, attribute) in self.places.items():
             parameter = getattr(owner, attribute)
-            if parameter.requires_grad:
-                self.dtypes.attach(parameter)
+            if parameter.requires_grad and id(parameter) not in before:
+                if self.own_dtypes:
+                    self.dtypes.attach(parameter)
                 # a function of C: Python's would cost every gradient some microseconds
                 parameter.register_post_accumulate_grad_hook(self.seen.append)
+            if parameter.requires_grad:
                 self.hooked[id(parameter)] = name, parameter
-        self.handle.remove()
+        self.last = (), (), []
 
     def take(self, grads: Sequence[Tensor]) -> tuple[Names, Sequence[Tensor]]:
         """The names of `grads`, in order, and these in their dtypes; start anew."""
-        seen = tuple(map(id, self.seen))
-        self.seen.clear()
-        if seen != self.last[0]:  # the hooked parameters stay, and so do their ids
-            given = self._given(seen)
-            shapes = [local(parameter).shape for _, parameter in given]
-            self.last = seen, tuple(name for name, _ in given), shapes
-        _, names, shapes = self.last
-        self.taken.append(names)
+        seen = self._take(len(grads))
+        names, shapes = self.last[1:]
         assert [g.shape for g in grads] == shapes, "FSDP2 reduces other gradients than seen"
         if self.dtypes.waiting:
             own = [parameter for _, parameter in self._given(seen)]
             grads = self.dtypes.own(own, grads, Counter(seen))
         return names, grads
+
+    def note(self, numel: int, world: int) -> None:
+        """A reduction over `world` ranks has begun, of so many elements with padding."""
+        shapes = {id(p): tuple(local(p).shape) for p in self.seen}
+        own = sum(world * Parameter("", shape, world).shard_numel for shape in shapes.values())
+        self._take(len(shapes) if own == numel else len(self.hooked))
+
+    def _take(self, count: int) -> tuple[int, ...]:
+        """Ids of the parameters whose gradients, so many, a reduction takes; start anew."""
+        seen = tuple(map(id, self.seen))
+        self.seen.clear()
+        if count != len(set(seen)):  # FSDP2 has filled up with zeros
+            seen = tuple(self.hooked)
+        if seen != self.last[0]:  # the hooked parameters stay, and so do their ids
+            given = self._given(seen)
+            shapes = [local(parameter).shape for _, parameter in given]
+            self.last = seen, tuple(name for name, _ in given), shapes
+        names = self.last[1]
+        self.taken.append(names)
+        if self.agree is not None:
+            agree, self.agree = self.agree, None
+            agree(names)
+        return seen
 
     def _given(self, seen: tuple[int, ...]) -> list[tuple[str, Tensor]]:
         return [each for key, each in self.hooked.items() if key in seen]
@@ -170,8 +236,8 @@ def _fills() -> bool:
 class LandedReduce(ReduceScatter):
     """The reduce-scatter of one unit, FSDP2's own but for where its output lies."""
 
-    def __init__(self, landing: Landing) -> None:
-        self.landing = landing
+    def __init__(self, landing: Landing, present: Present) -> None:
+        self.landing, self.present = landing, present
 
     def make_input(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Whole gradients, a row a rank."""
@@ -179,6 +245,7 @@ class LandedReduce(ReduceScatter):
 
     def run(self, rows: Tensor, out: Tensor, group: dist.ProcessGroup, op: Any) -> None:
         """The input → `out` [numel], this rank's, in the input's dtype."""
+        self.present.note(rows.numel(), self.landing.world)
         reduce_scatter(out, rows, op=op, group=group)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:

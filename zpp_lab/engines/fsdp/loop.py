@@ -1,35 +1,54 @@
-"""A training loop that is not ours, as its model and its optimizers let us see it.
+"""Follow the steps of a user training loop by its forwards, backwards and optimizers.
 
-Noise, phases, memories and weights that nodes keep follow steps, of which a foreign loop tells
-nothing. A step begins with the first forward with gradients after the last step's end; each
-further one is a micro-step. It ends when an optimizer has updated one of the model's parameters,
-which a hook on all of torch's optimizers sees. What follows from its end is done once it is needed:
-before the next forward, or when the state is asked for; by then every optimizer has had its turn.
+A step begins with the first forward with gradients after the last step's end; the first one after a
+backward begins a further micro-step. It ends when an optimizer has updated one of the model's
+parameters, which a hook on all of torch's optimizers sees. What follows from its end is done once
+it is needed: before the next forward, or when the state is asked for; by then every optimizer has
+had its turn. Where reduced gradients are gone before an optimizer took them, the loop has dropped
+the step (a GradScaler does): the next step begins and memories stay.
 
-Where gradients that were reduced are gone before any optimizer took them, the loop has dropped the
-step (a GradScaler does), or has updated by other means: the next step begins and memories stay.
+Anybody may change the masters: by a copy, through `.data`, with an optimizer of their own. torch's
+version counters do not show that, so the masters' bits are added up (`engines/frozen.py`) when an
+optimizer has stepped and when nodes have got them, and compared before later forwards. A change
+after a backward ends its step. Another one makes a forward without gradients (of averaged weights
+that were swapped in) gather the masters uncompressed, while replicated weights stay; a forward
+with gradients replicates them again.
 """
 
 from __future__ import annotations
 
+import hashlib
+import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from zpp_lab.codecs.numerics import total_norm
 from zpp_lab.collectives.plan import Plan, no_bytes
+from zpp_lab.collectives.reduce import Names
 from zpp_lab.collectives.transport import all_gather
-from zpp_lab.engines.fsdp.comm import in_backward
+from zpp_lab.engines.frozen import Marks, differing, mark, mark_sum
+from zpp_lab.engines.fsdp.base import added, own_rows
+from zpp_lab.engines.fsdp.comm import in_backward, managed, parameter_order, retrain
+from zpp_lab.engines.fsdp.gradients import on_forward
 from zpp_lab.engines.fsdp.kept import Kept, on_ranks
 from zpp_lab.engines.fsdp.wrap import Wrapped
 from zpp_lab.engines.norm import squares
 from zpp_lab.engines.optim.shards import local
+from zpp_lab.engines.units import check_dtypes
+
+TOGETHER = 2**22  # elements of parameters whose bits are added up at once
 
 
 class Loop:
@@ -44,18 +63,37 @@ class Loop:
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self.model, self.wrapped, self.plans = model, wrapped, plans
+        self.model, self.wrapped, self.plans = model, wrapped, dict(plans)
         self.device, self.group = device, group
         self.begun, self.phase = False, 0  # whether a step is under way; the first step of its plan
         self.norm_at_end: Tensor | None = None  # of a step that an optimizer has ended
         self.kept = Kept(wrapped.installed, {}, group)
         self.follows_updates = bool(self.kept.updates or any(p.memories for p in plans.values()))
-        model.register_forward_pre_hook(self._before, prepend=True)
-        model.register_forward_hook(self._after)
-        model.register_load_state_dict_post_hook(self._loaded)
+        self.marked: Tensor | None = None  # the masters when they were last sent or updated
+        self.there: Collection[str] = ()  # what nodes keep of a state that was loaded
+        self.awaited: Marks = {}  # and of which masters
+        self.agreed, self.torchs = True, False  # ranks have compared; an optimizer of torch steps
+        self.reduced: list[int] = []  # what backwards had left at the last forward with gradients
+        self.outer: nn.Module | None = None  # the outermost module whose forward is under way
+        self.arrived = False  # whether that forward has come to its first gather
+        self.entered: set[nn.Module] = set()  # modules that have run
+        self.said: set[str] = set()
+        self.modules = [m for m in wrapped.by_name.values() if isinstance(m, nn.Module)]
+        names = {id(p): n for n, p in model.named_parameters()}
+        self.names = [n for module in self.modules for n in parameter_order(module, names)]
+        for module in self.modules:
+            on_forward(module, before=self._before, after=self._after)
+        for unit in wrapped.installed:
+            unit.inside[0].arrive = self._outside
+        for reduce in wrapped.reduces:
+            reduce.present.agree = lambda names: self._compare([[names]])
         me = weakref.ref(self)  # the model holds us, torch's list of hooks does not
-        handle = register_optimizer_step_post_hook(lambda o, *_: _tell(me(), o))
-        weakref.finalize(self, handle.remove)
+        for register, tell in (
+            (register_optimizer_step_pre_hook, Loop.updates),
+            (register_optimizer_step_post_hook, Loop.updated),
+        ):
+            handle = register(partial(_tell, me, tell))
+            weakref.finalize(self, handle.remove)
 
     @property
     def plan(self) -> Plan:
@@ -72,39 +110,139 @@ class Loop:
         return total_norm(every[:shards])
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.model.named_parameters())  # `to_empty` may put others in their places
+        """Return the masters, also while whole weights are in their places; `to_empty` may have
+        replaced them."""
+        own = [p.sharded_param for module in self.modules for p in managed(module)]
+        return dict(zip(self.names, own, strict=True))
 
     # ------------------------------------------------------------------ what the loop does
 
-    def updated(self, optimizer: Optimizer) -> None:
-        """It has stepped."""
-        own = {id(p) for p in self.model.parameters()}
-        theirs = (p for group in optimizer.param_groups for p in group["params"])
-        if self.norm_at_end is not None or not self.begun or own.isdisjoint(map(id, theirs)):
+    def updates(self) -> None:
+        """An optimizer is about to step."""
+        self.torchs = True
+        if not in_backward():
+            self._agree()
+
+    def updated(self) -> None:
+        """An optimizer, of torch or not, has stepped."""
+        if not self.begun:
             return
         if self.follows_updates and in_backward():
             raise RuntimeError(
                 f"recipe {self.plan.recipe.config.name} needs optimizer steps after backward, but "
                 "an optimizer stepped during it: step once all gradients are complete"
             )
-        self.norm_at_end = self.norm() if self.follows_updates else torch.zeros(())
+        if self.norm_at_end is None:
+            self.norm_at_end = self.norm() if self.follows_updates else torch.zeros(())
+        if self.kept.updates:
+            self.marked = self._marks()
+        self.arrived = False
 
-    def _before(self, *_: Any) -> None:
+    def step(self) -> None:
+        """An optimizer of the loop's own has stepped."""
+        self._agree()
+        self.updated()
+
+    @torch.compiler.disable
+    def _before(self, module: nn.Module, *_: Any) -> None:
         if in_backward():
             return  # activation checkpointing computes a forward again
-        clock = self.wrapped.clock
-        self.settle()
-        clock.grad = torch.is_grad_enabled()
-        if self.kept.stale:  # as the last step would have sent it
-            self._enter(max(0, clock.step - 1))
-            self._kept().start(clock.step)
+        if torch.is_inference_mode_enabled() and module not in self.entered:
+            raise RuntimeError(
+                f"{type(module).__name__} runs in torch.inference_mode() before it has run outside "
+                "of it, so FSDP2 would keep tensors that cannot be trained: use torch.no_grad()"
+            )
+        self.entered.add(module)
+        if self.outer is None or module in (self.outer, self.model):
+            self.outer, self.arrived = module, False
+            self.wrapped.clock.grad = torch.is_grad_enabled()
+            self._arrive(self.wrapped.clock.grad)
+
+    @torch.compiler.disable
+    def _after(self, module: nn.Module, *_: Any) -> None:
+        if in_backward() or module not in (self.outer, self.model):
+            return
+        self.outer, self.arrived = None, False
+        self.wrapped.fallbacks.check(allowed=False)
+        self.kept.wait()  # an optimizer may step next
+        if not torch.is_grad_enabled():
+            self.wrapped.reshard()  # an optimizer may step before the next forward
+            self.wrapped.clock.master = False
+
+    def _outside(self) -> None:
+        """Look at the masters where a gather comes outside of any forward: by `model.unshard()`,
+        after which a forward of either kind may follow."""
+        if self.outer is None:
+            self._arrive(False)
+            self.wrapped.clock.grad = True
+
+    def _arrive(self, grad: bool) -> None:
+        """Prepare the first gather of a forward; `grad`: with gradients."""
+        if self.arrived:
+            return
+        self.arrived, clock = True, self.wrapped.clock
+        clock.master = False
+        filled = self._look(grad)
+        if not filled and grad:
+            raise ValueError(
+                "the state that zpp_lab's Sharded.load_state_dict was given belongs to other "
+                "weights than the model has: load the model's weights of the same checkpoint"
+            )
+        clock.master = not filled
         self._enter(clock.step)
-        if clock.grad and self.begun:
-            self._check_sums()
-            clock.micro += 1
-        elif clock.grad:
+        if grad:
+            self._begin()
+
+    def _look(self, grad: bool) -> bool:
+        """End a step that has ended, and bring what nodes keep up to date with the masters;
+        returns whether it is."""
+        kept = self.kept
+        watched = self.marked is not None and not kept.stale
+        if not grad and kept.updates and watched and self._changed():
+            self._say("gathers the masters' own bytes in forwards without gradients")
+            return False
+        if grad and watched and self.norm_at_end is None and self._changed():
+            if self.begun and any(reduce.present.taken for reduce in self.wrapped.reduces):
+                self.updated()
+            elif kept.updates:
+                kept.stale = True
+                self._say("sends them to all nodes")
+            self.wrapped.reshard()
+        if grad and not self.torchs:
+            self._agree()
+        self.settle()
+        if grad:
+            self._follow_trained()
+        return self._fill()
+
+    def _fill(self) -> bool:
+        """Let nodes take the masters where they keep nothing, or others; returns whether they keep
+        these."""
+        if self.kept.stale:
+            if self.awaited and differing(self._whole_marks(self.awaited), self.awaited):
+                return False
+            kept, done = self._kept(), self.wrapped.clock.step
+            if self.there:
+                kept.loaded(self.there)
+            else:  # as the last step would have sent it
+                self._enter(max(0, done - 1))
+                kept.start(done)
+            self.there, self.awaited, self.marked = (), {}, None
+        if self.marked is None and (self.follows_updates or len(self.plans) > 1):
+            self.marked = self._marks()
+        return True
+
+    def _begin(self) -> None:
+        """Begin a step, or after a backward a further micro-step."""
+        clock, seen = self.wrapped.clock, [r.present for r in self.wrapped.reduces]
+        reduced = [len(each.taken) for each in seen] + [len(each.seen) for each in seen]
+        if not self.begun:
             self.begun, clock.micro = True, 0
             self.wrapped.memories.start(clock.step)
+        elif reduced != self.reduced:
+            self._check_sums()
+            clock.micro += 1
+        self.reduced, self.agreed = reduced, False
 
     def _check_sums(self) -> None:
         """Sums can stay in the node only where the step's last micro-step is known beforehand."""
@@ -118,24 +256,113 @@ class Loop:
                 f"{world}, or model.set_requires_gradient_sync(False) before all but the last"
             )
 
-    def _after(self, *_: Any) -> None:
-        self.wrapped.fallbacks.check(allowed=False)
-        self.kept.wait()  # an optimizer may step next
-        if not torch.is_grad_enabled():
-            self.wrapped.reshard()  # an optimizer may step before the next forward
+    def _follow_trained(self) -> None:
+        """Plan again where other parameters are trained from this step on."""
+        wrapped, own, changed = self.wrapped, self._parameters(), False
+        for module, reduce in zip(self.modules, wrapped.reduces, strict=False):
+            trained = reduce.present.trained()
+            if self.begun and wrapped.installed and (new := trained - reduce.present.known):
+                raise ValueError(
+                    f"{min(new)}.requires_grad was set between two micro-steps of a step: set it "
+                    "after optimizer.step() and zero_grad()"
+                )
+            if trained != reduce.present.known and not self.begun:
+                check_dtypes(reduce.present.names[0], {n: own[n] for n in trained})
+                reduce.present.known, changed = trained, True
+                retrain(module, reduce)
+        if changed and wrapped.installed:
+            names = {n for reduce in wrapped.reduces for n in reduce.present.known}
+            self.plans = {first: plan.training(names) for first, plan in self.plans.items()}
+            before, wrapped.phases = wrapped.memories, []
+            wrapped.add(self.plans.values())
+            wrapped.follow(list(self.plans).index(self.phase))
+            wrapped.memories.go_on(before)
+            self.kept.stale = bool(self.kept.updates)
 
-    def _loaded(self, *_: Any) -> None:
-        self.kept.stale = bool(self.kept.updates)
+    # ------------------------------------------------------------------ between ranks
+
+    def _agree(self) -> None:
+        """Compare what ranks have reduced, once a step, before its gradients are used."""
+        if not self.agreed:
+            self.agreed = True
+            self._compare([reduce.present.taken for reduce in self.wrapped.reduces])
+
+    def _compare(self, units: list[list[Names]]) -> None:
+        """Raise ValueError on all ranks where `units`, the names in each one's reductions, differ:
+        sums would be booked under other parameters."""
+        digest = hashlib.sha256(repr(units).encode()).digest()
+        if len(set(self._every(int.from_bytes(digest[:8], signed=True)))) == 1:
+            return
+        every: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(every, units, group=self.group)
+        found = [
+            {(n, i) for unit in each for i, names in enumerate(unit) for n in names}
+            for each in every
+        ]
+        other = next(rank for rank, each in enumerate(found) if each != found[0])
+        name, _ = min(found[0] ^ found[other])
+        raise ValueError(
+            f"ranks 0 and {other} differ in when {name} has a gradient, so gradients of different "
+            "parameters are added up: use the same parameters on every rank, for instance by "
+            "adding 0 * p.sum() of each unused parameter p to the loss, or by "
+            "model.set_reduce_scatter_unused_params(True) of torch 2.13"
+        )
+
+    def _every(self, value: int) -> list[int]:
+        """Gather a value of each rank, on the host where a backend can."""
+        on_host = "cpu:" in str(dist.get_backend_config(self.group))
+        own = torch.tensor([value], device="cpu" if on_host else self.device)
+        every = own.new_empty(dist.get_world_size(self.group))
+        all_gather(every, own, group=self.group)
+        return every.tolist()
+
+    def _say(self, what: str) -> None:
+        if what not in self.said and dist.get_rank() == 0:
+            text = f"zpp_lab.shard: weights were changed outside of a step; the recipe {what}"
+            print(text, file=sys.stderr, flush=True)
+        self.said.add(what)
+
+    # ------------------------------------------------------------------ the masters' bits
+
+    def _changed(self) -> bool:
+        assert self.marked is not None
+        return any(self._every(int(self._marks() != self.marked)))
+
+    @torch.no_grad()
+    def _marks(self) -> Tensor:
+        """Add up the bits of this rank's shards, one after the other: int64 on the device."""
+        total, start, some = torch.zeros((), dtype=torch.int64, device=self.device), 0, []
+        shards = [local(p).reshape(-1) for p in self._parameters().values()]
+        for i, shard in enumerate(shards, 1):  # small ones together, to save launches
+            some.append(shard.float())
+            numel = sum(map(len, some))
+            if numel > TOGETHER or i == len(shards):
+                total += mark_sum(torch.cat(some) if len(some) > 1 else some[0], start)
+                start, some = start + numel, []
+        return total
+
+    def _whole_marks(self, names: Collection[str]) -> Marks:
+        """Add up the bits of whole parameters, which gives the same however they are sharded."""
+        if not names:
+            return {}
+        part, shards = dist.get_rank() % self.plan.recipe.shards, self.plan.recipe.shards
+        own = {n: (p, tuple(p.shape)) for n, p in self._parameters().items() if n in names}
+        marks = {
+            n: mark(local(p).float(), own_rows(shape, shards, part)[0], shape)
+            for n, (p, shape) in own.items()
+        }
+        return added(marks, self.device)
 
     # ------------------------------------------------------------------ between steps
 
     def settle(self) -> None:
         """Bring the step to its end, if it has ended."""
-        units, norm = self.wrapped.installed, self.norm_at_end
-        reduced = any(unit.present.taken for unit in units)
-        dropped = reduced and all(p.grad is None for p in self.model.parameters())
+        reduces, norm = self.wrapped.reduces, self.norm_at_end
+        reduced = any(reduce.present.taken for reduce in reduces)
+        dropped = reduced and all(p.grad is None for p in self._parameters().values())
         if not self.begun or (norm is None and not dropped):
             return
+        self._agree()
         clock = self.wrapped.clock
         self.wrapped.reshard()
         if not self.kept.stale:  # where a step was dropped, of the weights as they are
@@ -143,9 +370,9 @@ class Loop:
             self._kept().send(clock.step + 1, given, no_bytes(), None)
         if norm is not None and self.wrapped.memories.planned and bool(torch.isfinite(norm)):
             self.wrapped.memories.commit()
-        for unit in units:
-            unit.present.taken = []
-        self.norm_at_end, self.begun = None, False
+        for reduce in reduces:
+            reduce.present.taken = []
+        self.norm_at_end, self.begun, self.marked = None, False, None
         clock.step, clock.micro = clock.step + 1, 0
 
     def _kept(self) -> Kept:
@@ -164,9 +391,11 @@ class Loop:
 
     def state(self) -> dict[str, Any]:
         """The steps that are done, what nodes keep and what encoders remember; DTensors that share
-        memory with what is used."""
-        self.settle()
-        return self._state(self._kept().state())
+        memory with what is used. Marks tell of which masters."""
+        self.arrived = False
+        kept = self._kept().state() if self._look(True) else self._kept().remembered()
+        names = kept if self.group is None else ()
+        return self._state(kept) | {"marks": self.awaited or self._whole_marks(names)}
 
     def _state(self, kept: dict[str, DTensor]) -> dict[str, Any]:
         self._enter(self.wrapped.clock.step)
@@ -180,16 +409,24 @@ class Loop:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """The inverse; weights are there already."""
-        self.norm_at_end, self.begun = None, False
+        """The inverse, before or after the weights are loaded. What nodes keep is followed in the
+        next forward, once the masters are those that it was saved with."""
+        self.norm_at_end, self.begun, self.arrived = None, False, False
         self.wrapped.clock.step = int(state["step"])
         own = self._state(self._kept().remembered())
         for name in ("kept", "memory"):
             for key in own[name].keys() & state[name].keys():
                 local(own[name][key]).copy_(local(state[name][key]))
-        self.kept.loaded(state["kept"])
+        self.there = own["kept"].keys() & state["kept"].keys()
+        self.awaited = {n: m for n, m in state.get("marks", {}).items() if n in self.there}
+        self.kept.stale, self.marked = bool(self.kept.updates), None
 
 
-def _tell(loop: Loop | None, optimizer: Optimizer) -> None:
-    if loop is not None:
-        loop.updated(optimizer)
+def _tell(
+    loop: weakref.ref[Loop], tell: Callable[[Loop], None], optimizer: Optimizer, *_: Any
+) -> None:
+    """Where the optimizer has parameters of the loop's model."""
+    if (own := loop()) is not None:
+        known = {id(p) for p in own._parameters().values()}
+        if any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+            tell(own)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ from zpp_lab.collectives.plan import Plan
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.engines.fsdp.base import in_param_dtype, set_aside
 from zpp_lab.engines.fsdp.comm import Installed, install, install_later, land
+from zpp_lab.engines.fsdp.gradients import LandedReduce
 from zpp_lab.engines.fsdp.mesh import Ranks
 from zpp_lab.engines.fsdp.packed import Fallbacks
 from zpp_lab.engines.units import ROOT, Blocks, is_untouched, with_root
@@ -27,7 +28,8 @@ from zpp_lab.engines.units import ROOT, Blocks, is_untouched, with_root
 
 @dataclass
 class Wrapped:
-    """A model under FSDP2. `installed` is empty when FSDP2 is left untouched."""
+    """A model under FSDP2. `installed` is empty when FSDP2 is left untouched, and `reduces` on one
+    rank."""
 
     model: nn.Module
     by_name: dict[str, FSDPModule]  # each unit's first, then the root
@@ -36,6 +38,7 @@ class Wrapped:
     memories: Memories  # of this rank
     installed: list[Installed] = field(default_factory=list)
     phases: list[tuple[list[Installed], Memories]] = field(default_factory=list)  # of each plan
+    reduces: list[LandedReduce] = field(default_factory=list)  # of each unit
 
     def reshard(self) -> None:
         """Drop gathered weights and what hpZ kept: the next forward gathers anew."""
@@ -43,6 +46,14 @@ class Wrapped:
             module.reshard()
         for unit in self.installed:
             unit.gather.release()
+
+    def add(self, plans: Iterable[Plan]) -> None:
+        """Have these at hand, as further phases."""
+        for plan in plans:
+            transport = self.installed[0].gather.transport
+            kept = Memories(plan.memories, self.memories.ranks)
+            own = install_later(self.installed, plan.units, transport, self.clock, kept)
+            self.phases.append((own, kept))
 
     def follow(self, phase: int) -> None:
         """Go on under that plan of those that `wrap` was given, between two passes."""
@@ -109,10 +120,8 @@ def wrap(
             memories,
         )
         wrapped.phases = [(wrapped.installed, memories)]
-        for later in plans[1:]:
-            kept = Memories(later.memories, [transport.rank])
-            own = install_later(wrapped.installed, later.units, transport, wrapped.clock, kept)
-            wrapped.phases.append((own, kept))
+        wrapped.add(plans[1:])
+        wrapped.reduces = [unit.inside[1] for unit in wrapped.installed]
     elif recipe.cluster.world > 1:
-        land(first.values(), recipe.cluster.world)
+        wrapped.reduces = land(model, first.values(), recipe.cluster.world)
     return wrapped
