@@ -27,7 +27,7 @@ train train.steps=true => train.steps=true
 train train.steps=[1,2] => train.steps=[1
 train train.steps=1e30 => train.steps=1e+30
 train train.lr=nan => train.lr=nan
-train train.lr=-1 => train.lr=-1.0
+train train.lr=-1 => train.lr=-1
 train train.param_dtype=fp8 => train.param_dtype='fp8' | 'fp32' | 'bf16' | 'fp16'
 train train.param_dtype=fp16 => train.param_dtype=fp16 | engine=virtual | bf16 | fp32
 train train.optimizer_place=host => train.optimizer_place=host
@@ -137,7 +137,7 @@ study broken.yaml => broken.yaml
 study s_key.yaml => s_key.yaml | arms, baseline, branch, composites, confidence, jobs, margin
 study s_seeds_text.yaml => s_seeds_text.yaml | seeds='many'
 study s_seeds_neg.yaml => seed=-1 | 2^63
-study s_margin_neg.yaml => s_margin_neg.yaml | margin=-1.0
+study s_margin_neg.yaml => s_margin_neg.yaml | margin=-1
 study s_arms_dict.yaml => s_arms_dict.yaml | arms={'zero3'
 study s_arm_noname.yaml => s_arm_noname.yaml | against, describe, factors, name, overrides,
 study s_arm_twice.yaml => s_arm_twice.yaml | zero3
@@ -230,7 +230,7 @@ bench step --nodes 0 --cpu => --nodes | --help
 bench step --arm 'x: train.stepz=3' --cpu => train.stepz | accumulate, batch_size, beta1, beta2,
 bench step --steps 0 --cpu => --steps
 bench step --link-gbps fast --cpu => --link-gbps | 12,25,max
-bench step --link-gbps -3 --cpu => Gb/s | 0.001 | 1000
+bench step --link-gbps -3 --cpu => --link-gbps | more than 0
 bench step --share-gpus=maybe => --share-gpus | --help
 bench step --recipes '' --cpu => --recipes | --arm
 bench calibrate => the following arguments are required: --out; see zpp-lab bench calibrate --help
