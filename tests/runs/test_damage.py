@@ -212,6 +212,16 @@ def test_a_run_of_other_losses_is_another_run(tmp_path: Path) -> None:
         trainer.run(small(tmp_path))
 
 
+@pytest.mark.parametrize("held", ["{}", '{"hash": 3, "tokenizer": "x", "vocab_size": 256}', "[]"])
+def test_a_resume_names_what_it_cannot_read_of_its_data(tmp_path: Path, held: str) -> None:
+    run = piece(tmp_path, "run", steps=3)
+    (run / "data.json").write_text(held)
+    with pytest.raises(ValueError, match=r"data\.json"):
+        trainer.run(small(tmp_path))
+    (run / "data.json").unlink()  # as the error says
+    assert trainer.run(small(tmp_path))["outcome"] == "finished"
+
+
 def test_a_state_without_digests_is_taken(tmp_path: Path) -> None:
     """As older versions wrote it; where a run's files lie, and what changes no number, is free."""
     trainer.run(small(tmp_path, f"run.dir={tmp_path / 'undisturbed'}"))

@@ -113,7 +113,7 @@ def test_a_run_that_loses_a_rank_and_goes_on(lost: int, tmp_path: Path) -> None:
     codes = ended(ranks, LIMIT)
     assert all(code != 0 for code in codes), log.read_text()
     if lost:
-        assert re.search(r"rank 0: (.*: )?rank 2 is gone", log.read_text()), log.read_text()
+        assert re.search(r"rank 0: (.*: )?rank 2 has ended", log.read_text()), log.read_text()
         failure = json.loads((tmp_path / "real" / "failure.json").read_text())
         assert (failure["outcome"], failure["rank"]) == ("crashed", 2)
     else:  # which writes the run's files
@@ -132,6 +132,6 @@ def test_a_rank_that_stalls_is_noticed_by_wire_and_unit(tmp_path: Path) -> None:
     codes = ended(srun(fsdp(tmp_path, "stalled", *overrides), log, "stall"), LIMIT)
     assert all(code != 0 for code in codes)
     late = "weights_forward of unit root (world) has not finished after 5 s"
-    assert f"rank 0: {late}: rank 1 hangs: it lives, but has not begun" in log.read_text()
+    assert f"rank 0: {late}: rank 1 hangs:" in log.read_text()
     assert "rank 1: rank 1, this one, hangs" in log.read_text()  # and where, as no other can say
     assert "in stall" in log.read_text()
