@@ -31,7 +31,7 @@ ROOMS = {  # room or loose file: what it may import
     "cli": "files config data codecs runs engines train study tools",
 }
 STUDY = (  # of study/, in order: each may import what stands before it
-    *("judge", "words", "speed", "judge.advice", "judge.certainty", "run", "report"),
+    *("judge", "words", "speed", "judge.answer", "judge.certainty", "run", "report"),
     *("wandb_pages", "frames", "__init__"),
 )
 TORCH_FREE = ("files", "config", "study", "cli")

@@ -45,7 +45,8 @@ KINDS = {
     "Hadamard 64": "Hadamard 64, nearest rounding",
 }
 MIB = 2**20
-COLORS = ("#332288", "#0b6eff", "#44aa99", "#d4a017")  # of 2, 4, 6 and 8 bits
+# of 2, 4, 6 and 8 bits, on a light page and on a dark one
+COLORS = {"#332288": "#a9abfe", "#0b6eff": "#1571ff", "#44aa99": "#007769", "#d4a017": "#715300"}
 Row = dict[str, Any]
 
 
@@ -69,8 +70,6 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
     from law import figure
-
-    from zpp_lab.study.report.style import dark
 
     largest = max(row["mib"] for row in report["grid"])
     title = {
@@ -99,7 +98,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     legend = altair.Legend(
         orient="bottom", title=None, labelFontSize=14, labelColor="#374151", symbolType="square"
     )
-    scale = altair.Scale(domain=bits, range=list(COLORS[: len(bits)]))
+    scale = altair.Scale(domain=bits, range=[*COLORS][: len(bits)])
     panels = []
     for kind, text in KINDS.items():
         values = altair.Data(values=[row for row in rows if row["kind"] == kind])
@@ -112,7 +111,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         )
         panels.append(bars.properties(width=460, height=110))
     made = altair.vconcat(*panels, title=title)
-    write_atomic(path, figure(made, {color: dark(color) for color in COLORS}))
+    write_atomic(path, figure(made, COLORS))
 
 
 def copy_rate_of(mib: int) -> float:

@@ -12,7 +12,7 @@ import pytest
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.files import HELDOUT
 from zpp_lab.runs.reader import Run
-from zpp_lab.study.judge.advice import advise
+from zpp_lab.study.judge.answer import answer
 from zpp_lab.study.judge.effects import cells_of
 from zpp_lab.study.judge.verdict import StudyResult, judge_study
 from zpp_lab.study.report.contents import opening
@@ -97,7 +97,7 @@ def test_a_sham_is_judged_as_arms_are_and_shown_with_the_controls() -> None:
         assert (sham.verdict, sham.wrong, sham.waiting) == (found.arms[3].verdict, False, False)
         assert "sham" in str(opening(found).pairs)
         assert opening(found).wrong == []
-        assert not any("sham" in said.text for said in advise(found))
+        assert not any("sham" in line for line in answer(found))
         tests = found.arms[4].tests  # two arms in each family, the sham and this one
         assert tests.beyond is not None
         assert tests.beyond_corrected in (2 * tests.beyond, found.arms[3].tests.beyond_corrected)

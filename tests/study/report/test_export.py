@@ -16,7 +16,6 @@ from zpp_lab.cli.main import main
 from zpp_lab.runs.reader import write_study
 from zpp_lab.study.judge.verdict import read_result
 from zpp_lab.study.report.export import export
-from zpp_lab.study.report.report import build_report
 from zpp_lab.study.report.table import results_csv
 
 
@@ -68,8 +67,6 @@ def test_accuracy_and_bits_a_byte_where_runs_have_them(root: Path, tmp_path: Pat
         assert set(found.values()) == {""}
         table = results_csv(read_result(root))
         assert [row[key] for row in csv.DictReader(io.StringIO(table))].count(str(value)) == 1
-    build_report(root)
-    assert "Bits a byte" in (root / "report.html").read_text()
 
 
 def test_parquet_has_the_same_values_with_types(root: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from zpp_lab.study.report.report import build_report, build_speed_report
 
 browser = chromium.browser  # a fixture
 pytestmark = chromium.needed
-SPEED = ("speedup", "speedup_inside", "floor")
+SPEED = ("speedup", "floor")
 
 
 @pytest.fixture(scope="module")

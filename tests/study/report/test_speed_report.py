@@ -74,7 +74,7 @@ def test_the_page_of_a_bench_is_whole(page: SpeedReport) -> None:
     assert len(html.encode()) < 1.5e6
     assert not re.search(r"""(src|href)=["'](?!data:|#)|@import|url\(""", markup(html))
     names = re.findall(r'<script type="application/json" id="spec-(\w+)">', html)
-    assert names == ["speedup", "speedup_inside", "floor"]
+    assert names == ["speedup", "floor"]
     for text in ("one host of 4 × NVIDIA H200", "faster below 3", "Lost: x."):
         assert text in markup(html)
     assert {p.name for p in page.figures} == {f"{n}{s}" for n in names for s in (".svg", ".pdf")}
@@ -139,7 +139,7 @@ def test_without_plain_fsdp2_nothing_is_faster(tmp_path: Path) -> None:
 def test_a_study_shows_gap_against_measured_speed(report: Report) -> None:
     html = report.html.read_text()
     names = re.findall(r'<script type="application/json" id="spec-(\w+)">', html)
-    assert names[:5] == ["gap", "gap_vs_bytes", "gap_vs_speed", "speedup", "speedup_inside"]
+    assert names[:5] == ["gap", "gap_vs_bytes", "gap_vs_speed", "speedup", "floor"]
     (text,) = re.findall(r'id="spec-gap_vs_speed">(.*?)</script>', html)
     data = json.loads(text)["datasets"]
     panels = [data[f"speed{n}"] for n in range(3)]

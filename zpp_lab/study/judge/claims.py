@@ -92,10 +92,6 @@ class Control:
     gap: float | None = None  # nats, where the arm has one seed, which no test can judge
 
     @property
-    def untested(self) -> bool:
-        return self.gap is not None
-
-    @property
     def unanswered(self) -> bool:
         """Whether no run of it can be judged yet."""
         return self.verdict in NO_ANSWER

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 from zpp_lab.config.schema import LEAST_HELDOUT
-from zpp_lab.runs.reader import Run, cause, state
+from zpp_lab.runs.reader import Run
 from zpp_lab.runs.wandb.folder import STATE, read_state
-from zpp_lab.study.judge.advice import RULES, Advice, advise, answer
+from zpp_lab.study.judge.answer import answer
 from zpp_lab.study.judge.certainty import COLUMNS as CERTAINTY_COLUMNS
 from zpp_lab.study.judge.certainty import Certainty, certainty
 from zpp_lab.study.judge.claims import MARK
@@ -63,26 +63,17 @@ from zpp_lab.study.report.style import Look, Style, arm_looks, study_looks
 from zpp_lab.study.report.table import (
     band_widths,
     interval_line,
-    known_readouts,
     margin_line,
     p_value_line,
-    perplexity,
     verdict_rows,
 )
 from zpp_lab.study.speed.results import BASE, Predict
 from zpp_lab.study.speed.speeds import StudySpeeds, study_speeds
-from zpp_lab.study.words import NOTHING, P_VALUE_COLUMNS, gap_text, margin_nats, number, signed
+from zpp_lab.study.words import NOTHING, gap_text, margin_nats, number, signed
 
-_MIB = 2**20
-_READOUTS = {
-    "heldout_accuracy": ("Accuracy", ".2%"),
-    "heldout_bits_per_byte": ("Bits a byte", ".4f"),
-}
 _ESTIMATE = ("From", "To", "Seeds", "Groups")
 _BEFORE_SPEED = ("gap", "gap_vs_bytes", "gap_vs_speed")
 _SHOWN = ("gap_vs_bytes", "gap_vs_speed")  # the other figures are behind folds
-_RULES = Text(RULES, "numbered")
-_IN_CSV = Text(["The same numbers, with the bytes of every wire, are in `results.csv`."], soft=True)
 
 
 @dataclass(frozen=True)
@@ -95,7 +86,6 @@ class Findings:
     pairs: Sequence[Interaction]
     speeds: StudySpeeds | None  # of the study's arms, None where no speed.csv lies in its folder
     speed: SpeedFindings | None  # of all measured arms
-    advice: Sequence[Advice]
     certainty: Certainty
     appendix: Appendix
     root: Path  # of the page
@@ -113,7 +103,6 @@ def find_out(root: Path, result: StudyResult, predict: Predict | None = None) ->
         interactions(cells, confidence),
         speeds,
         find_speeds(speeds.measured, predict) if speeds else None,
-        advise(result, speeds.by_place if speeds else None),
         certainty(result),
         Appendix(result),
         root,
@@ -152,15 +141,12 @@ def _speed_style(found: Findings) -> Style:
 
 def study_document(found: Findings, figures: Sequence[Figure]) -> Document:
     """The whole report; figures: those of `draw`."""
-    result, tests = found.result, p_value_table(found.certainty)
-    advice = " ".join(f"{said.text} (rule {said.rule})" for said in found.advice)
+    result, tests = found.result, certainty_table(found.certainty)
     certain: list[Content] = [
         Text(found.certainty.lines()),
-        interval_table(found.certainty),
         tests,
         Text([p_value_line(result)] if tests.rows else [], soft=True),
     ]
-    runs: list[Content] = [runs_table(result, found.root), _IN_CSV]
     first, *more = answer(result)
     lead: list[Content] = [Text([first])]
     lead += [figure for figure in figures if figure.name == "gap"]
@@ -169,7 +155,6 @@ def study_document(found: Findings, figures: Sequence[Figure]) -> Document:
     sections = [
         Section("Answer", "answer", lead),
         Section("Arms", "arms", _arms(found)),
-        Section("What to use", "advice", [Text([advice]), Fold("The rules", [_RULES])]),
         Section("What was compared", "opening", [opening(result)]),
         Section("Notes", "notes", [Text(result.notes, "list")]),
         Section("Figures", "figures", _figures(found, others)),
@@ -178,7 +163,6 @@ def study_document(found: Findings, figures: Sequence[Figure]) -> Document:
         Section("How sure", "certain", certain, folded=True),
         Section("Run it again", "again", _again(found), folded=True),
         Section("Machine, data and versions", "machine", [facts_table(result)], folded=True),
-        Section("Runs", "every-run", runs, page_only=True, folded=True),
     ]
     return Document("zpp_lab study", result.study.name, result.study.question, sections)
 
@@ -193,7 +177,7 @@ def _arms(found: Findings) -> list[Content]:
     )
     return [
         arm_table(result, found.root),
-        Text([margin_line(result)], soft=True),
+        Text([f"{margin_line(result)} Every run is in `results.csv`."], soft=True),
         Fold("All columns", [whole]),
         Fold("Arms against each other", [Text([told] if pairs else [], soft=True), pairs]),
     ]
@@ -374,47 +358,22 @@ def commands_table(result: StudyResult, appendix: Appendix) -> Table:
     return Table("commands", "One seed of an arm", columns, rows, sortable=False)
 
 
-def p_value_table(certainty: Certainty) -> Table:
-    looks = len(look_sizes(certainty.result.study)) > 1
-    columns = [i for i in range(1, len(P_VALUE_COLUMNS)) if looks or P_VALUE_COLUMNS[i] != "Looks"]
-    return _certain(certainty, "p-values", "p-values of each gap", columns)
-
-
-def interval_table(certainty: Certainty) -> Table:
-    columns = range(len(P_VALUE_COLUMNS), len(CERTAINTY_COLUMNS))
-    return _certain(certainty, "intervals", "Intervals of each gap", columns)
-
-
-def _certain(certainty: Certainty, name: str, caption: str, columns: Sequence[int]) -> Table:
-    """Some columns of what is known, one row an arm; none without a value."""
-    rows = certainty.rows()
-    told = [i for i in columns if any(row[i] != NOTHING for row in rows)]
-    tested = any(CERTAINTY_COLUMNS[i] != "Looks" for i in told)
-    heads = [*words("Arm"), *numbers(*(CERTAINTY_COLUMNS[i] for i in told))]
-    kept = [Row([row[0], *(row[i] for i in told)], row[0]) for row in rows if tested]
-    return Table(name, caption, heads, kept)
+def certainty_table(certainty: Certainty) -> Table:
+    """Return the known intervals and p-values, one row an arm; no row without a value."""
+    rows, looks = certainty.rows(), len(look_sizes(certainty.result.study)) > 1
+    known = [
+        i
+        for i, name in enumerate(CERTAINTY_COLUMNS)
+        if i and (looks or name != "Looks") and any(row[i] != NOTHING for row in rows)
+    ]
+    heads = [*words("Arm"), *numbers(*(CERTAINTY_COLUMNS[i] for i in known))]
+    shown = [Row([row[0], *(row[i] for i in known)], row[0]) for row in rows]
+    return Table("certainty", "Intervals and p-values of each gap", heads, shown)
 
 
 def facts_table(result: StudyResult) -> Table:
     rows = [Row(fact) for fact in facts(result)]
     return Table("facts", "Of the finished runs", words("What", "Value"), rows, sortable=False)
-
-
-def runs_table(result: StudyResult, root: Path) -> Table:
-    """One row a run of the study, begun or not, with links to its folder and to wandb."""
-    columns = [*words("Arm"), Column("Seed", "links"), *words("State")]
-    columns += numbers("Steps", "Held-out loss", "Perplexity", "Loss of the fp32 masters")
-    known = known_readouts(result.runs)
-    columns += numbers(*(_READOUTS[key][0] for key in known))
-    columns += [*numbers("Gap (nats)", "MiB per step", "Seconds"), *words("Cause")]
-    rows = [
-        _run_row(arm, seed, arm.runs.get(seed), root, known)
-        for arm in result.arms
-        for seed in sorted({*result.study.seeds, *arm.runs})
-    ]
-    if not any(row.cells[-1] for row in rows):  # nothing failed
-        columns, rows = columns[:-1], [replace(one, cells=one.cells[:-1]) for one in rows]
-    return Table("runs", "Every run", columns, rows)
 
 
 def _estimate(e: Estimate) -> list[str]:
@@ -430,37 +389,6 @@ def run_links(root: Path, runs: Mapping[int, Run]) -> Links:
         url = str(read_state(run.dir / STATE).get("url") or "")
         pairs += [(f"{seed} in wandb", url)] if url.startswith(("https://", "http://")) else []
     return Links(pairs)
-
-
-def _run_row(
-    arm: ArmResult, seed: int, run: Run | None, root: Path, readouts: Sequence[str]
-) -> Row:
-    summary = (run.summary if run else None) or {}
-    sent, loss = (run.bytes_per_step(), run.heldout_loss) if run else (None, None)
-    gap = arm.gaps.get(seed)
-    cells = [
-        arm.name,
-        run_links(root, {seed: run}) if run else str(seed),
-        state(run),
-        _steps(run),
-        number(loss, ".4f"),
-        perplexity(loss),
-        number(summary.get("heldout_loss_master"), ".4f"),
-        *(number(summary.get(key), _READOUTS[key][1]) for key in readouts),
-        NOTHING if gap is None or arm.verdict == "baseline" else signed(gap),
-        number(None if sent is None else sent / _MIB, ".2f"),
-        number(summary.get("seconds"), ".0f"),
-        cause(run),
-    ]
-    return Row(cells, arm.name)
-
-
-def _steps(run: Run | None) -> str:
-    """Those done, and of how many where it has not finished."""
-    if run is None:
-        return NOTHING
-    whole = run.summary is not None or run.steps is None
-    return str(run.step) if whole else f"{run.step} of {run.steps}"
 
 
 def _measure(value: float | None, name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,24 +53,9 @@ def html(document: Document) -> str:
         document=document,
         specs=specs,
         bundle=vega_bundle() if figures else "",
-        style=(_TEMPLATES / "report.css").read_text(encoding="utf-8")
-        + _dark_charts(specs.values()),
+        style=(_TEMPLATES / "report.css").read_text(encoding="utf-8"),
         script=(_TEMPLATES / "report.js").read_text(encoding="utf-8"),
     )
-
-
-def _dark_charts(specs: Iterable[str]) -> str:
-    """The rules that give every colour of the charts its dark one, where the reader has dark
-    pages: whatever is drawn later, or is already there, follows."""
-    from zpp_lab.study.report.style import dark
-
-    colors = sorted({color for spec in specs for color in re.findall(r'"(#[0-9a-fA-F]{6})"', spec)})
-    rules = [
-        f'.chart svg [{part}="{color}"] {{ {part}: {dark(color)}; }}'
-        for color in colors
-        for part in ("fill", "stroke")
-    ]
-    return "\n".join(["@media screen and (prefers-color-scheme: dark) {", *rules, "}"])
 
 
 def markdown(document: Document) -> str:

@@ -8,11 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import altair as alt
-import numpy as np
 
 from zpp_lab.config.study import CONTROLS, StudyConfig
 from zpp_lab.study.judge import claims
@@ -141,28 +139,6 @@ def study_looks(study: StudyConfig, told: Sequence[str] = ()) -> dict[str, Look]
     """The looks of a study's arms. told: those that get one, where there are more than TOLD."""
     controls = [arm.name for arm in study.arms if arm.role in CONTROLS]
     return arm_looks(told or [arm.name for arm in study.arms], study.baseline, controls)
-
-
-# From linear RGB to the cones, and from their cube roots to OKLab (Ottosson 2020).
-_CONES = ((0.4122, 0.5363, 0.0514), (0.2119, 0.6807, 0.1074), (0.0883, 0.2817, 0.6300))
-_LAB = ((0.2105, 0.7936, -0.0041), (1.9780, -2.4286, 0.4506), (0.0259, 0.7828, -0.8087))
-
-
-@cache
-def dark(color: str) -> str:
-    """What #RRGGBB is on a dark page: light for dark and dark for light, of the same hue, so that
-    colours stay about as far apart; paler where a screen has none so bright."""
-    coded = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
-    linear = np.where(coded <= 0.04045, coded / 12.92, ((coded + 0.055) / 1.055) ** 2.4)
-    light, a, b = np.array(_LAB) @ np.cbrt(np.array(_CONES) @ linear)
-    for part in np.linspace(1, 0, 101):
-        roots = np.linalg.solve(_LAB, [1.05 - 0.8 * light, a * part, b * part])
-        linear = np.linalg.solve(_CONES, roots**3)
-        if linear.min() > -1e-3 and linear.max() < 1 + 1e-3:
-            break
-    linear = linear.clip(0, 1)
-    coded = np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
-    return "#" + "".join(f"{round(255 * part):02x}" for part in coded)
 
 
 class Style:

@@ -21,7 +21,7 @@ from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 POINTS = 150  # a curve's points in a figure, at most
 _FEWEST, _ROWS = 24, 3000  # a curve's points, at least; rows of all curves of a kind, about
 _TELEMETRY_ROWS = 4000
-_JUST = 50  # runs are as far apart as their largest gap in this part of the run, up to a step
+SERIES = ("training", "held-out")
 MEASURES = ("nmse", "bias", "cosine", "saturated", "zeroed")
 Row = dict[str, Any]
 Points = dict[int, float]  # step → value
@@ -31,13 +31,12 @@ Points = dict[int, float]  # step → value
 class RunCurves:
     """One run's series by step. Values that are not finite are left out."""
 
-    losses: Points = field(default_factory=dict)  # of training, nats per token
-    training: Points = field(default_factory=dict)  # the same, smoothed
+    training: Points = field(default_factory=dict)  # smoothed losses, nats per token
     heldout: Points = field(default_factory=dict)  # nats per token
     telemetry: dict[tuple[str, str, str], Points] = field(default_factory=dict)
 
     def of(self, series: str) -> Points:
-        return {"losses": self.losses, "training": self.training, "held-out": self.heldout}[series]
+        return self.training if series == "training" else self.heldout
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,6 @@ class StudyCurves:
     loss: series (training, held-out), mean, low, high (lowest and highest seed).
     gap: held-out loss minus the baseline's; mean, low, high (confidence interval of the mean).
     steps: training loss (smoothed) minus the baseline's; mean, low, high (lowest, highest seed).
-    apart: how far the training loss lies from the baseline's, without sign and not smoothed: the
-    largest gap of the last few steps, mean over seeds; no row where they are equal to the bit.
     noise: "training", "held-out" → low, high: how far the order controls stray.
     telemetry: wire, param_class and one column a measure (mean over seeds); the row of step 0
     is the mean over all steps.
@@ -59,7 +56,6 @@ class StudyCurves:
     telemetry: Sequence[Row]
     steps: Sequence[Row] = ()
     noise: Mapping[str, Sequence[Row]] = field(default_factory=dict)
-    apart: Sequence[Row] = ()
 
 
 def study_curves(result: StudyResult, told: Collection[str] | None = None) -> StudyCurves:
@@ -73,9 +69,8 @@ def study_curves(result: StudyResult, told: Collection[str] | None = None) -> St
     loss: list[Row] = []
     gap: list[Row] = []
     steps: list[Row] = []
-    far: list[Row] = []
     telemetry: list[Row] = []
-    strayed: dict[str, list[Points]] = {"training": [], "held-out": []}
+    strayed: dict[str, list[Points]] = {series: [] for series in SERIES}
     by_base: dict[str, list[ArmResult]] = {}
     for arm in result.arms:
         by_base.setdefault(result.baseline_of(arm).name, []).append(arm)
@@ -85,17 +80,16 @@ def study_curves(result: StudyResult, told: Collection[str] | None = None) -> St
         means = {seed: _mean(own, seed, repeats) for seed, own in base.items()}
         for arm in arms:
             curves = base if arm.name == name else _read(arm)
-            for series in ("training", "held-out"):
+            for series in SERIES:
                 loss += _band(arm.name, series, [c.of(series) for c in curves.values()], points)
             telemetry += _telemetry_rows(arm.name, list(curves.values()), arm.name in told)
             if arm.verdict != "baseline":
                 paired = {seed: curves[seed] for seed in arm.gaps} or curves  # as in the verdict
                 gap += _gap_rows(arm.name, paired, means, result.study.confidence, points)
-                apart = gaps_by_step(paired, means, "training")
-                steps += _band(arm.name, "training", apart, points)
-                far += _apart(arm.name, gaps_by_step(paired, means, "losses"), points)
+                gaps = gaps_by_step(paired, means, "training")
+                steps += _band(arm.name, "training", gaps, points)
                 if arm.arm.role == "order_control":
-                    strayed["training"] += apart
+                    strayed["training"] += gaps
                     strayed["held-out"] += gaps_by_step(paired, means, "held-out")
     most = max(2, _TELEMETRY_ROWS // max(1, _groups(telemetry, told)))
     noise = {
@@ -103,7 +97,7 @@ def study_curves(result: StudyResult, told: Collection[str] | None = None) -> St
         "held-out": heldout_band(strayed["held-out"], {row["step"] for row in gap}),
     }
     thinned = _thin_telemetry(telemetry, told, min(50, most))
-    return StudyCurves(loss, gap, thinned, steps, noise, far)
+    return StudyCurves(loss, gap, thinned, steps, noise)
 
 
 def gaps_by_step(
@@ -128,11 +122,8 @@ def _mean(own: RunCurves, seed: int, repeats: Sequence[ArmResult]) -> RunCurves:
     every = [own, *(run_curves(run) for run in runs if run.outcome == "finished")]
     if len(every) == 1:
         return own
-    losses, training, heldout = (
-        dict(mean_points([one.of(series) for one in every]))
-        for series in ("losses", "training", "held-out")
-    )
-    return RunCurves(losses, training, heldout)
+    training, heldout = (dict(mean_points([one.of(series) for one in every])) for series in SERIES)
+    return RunCurves(training, heldout)
 
 
 def _read(arm: ArmResult) -> dict[int, RunCurves]:
@@ -145,7 +136,6 @@ def run_curves(run: Run) -> RunCurves:
     rows = read_metrics(run.dir)
     losses = np.array([row["loss"] for row in rows], dtype=np.float64)
     smoothed = smooth(losses, window=max(1, len(rows) // 40)).tolist() if rows else []
-    curves.losses = {row["step"]: row["loss"] for row in rows if math.isfinite(row["loss"])}
     curves.training = {
         row["step"]: v for row, v in zip(rows, smoothed, strict=True) if math.isfinite(v)
     }
@@ -197,20 +187,6 @@ def _band(arm: str, series: str, runs: Sequence[Points], points: int) -> list[Ro
         values = [run[step] for run in runs if step in run]
         row = {"mean": fmean(values), "low": min(values), "high": max(values)}
         rows.append({"arm": arm, "series": series, "step": step, **row})
-    return rows
-
-
-def _apart(arm: str, runs: Sequence[Points], points: int) -> list[Row]:
-    """The largest gap, without its sign, of the last steps; at `points` steps, mean over runs."""
-    steps = thin({step for run in runs for step in run}, points)
-    reach = max(1, max(steps, default=0) // _JUST)
-    rows = []
-    for step in steps:
-        near = range(step - reach + 1, step + 1)
-        found = [[abs(run[s]) for s in near if s in run] for run in runs]
-        mean = fmean(max(gaps) for gaps in found if gaps)
-        if mean > 0:
-            rows.append({"arm": arm, "step": step, "apart": mean})
     return rows
 
 

@@ -28,6 +28,7 @@ from zpp_lab.study.report.figures.cost import (
 )
 from zpp_lab.study.report.figures.curves import MEASURES, Row, StudyCurves
 from zpp_lab.study.report.figures.gap import (
+    GAP,
     Spec,
     cost_rows,
     gap_figure,
@@ -38,8 +39,8 @@ from zpp_lab.study.report.figures.gap import (
 )
 from zpp_lab.study.report.figures.training import (
     BANDED,
-    gap_curves_figure,
-    gap_steps_figure,
+    STEP_GAP,
+    gap_figure_over_steps,
     loss_figure,
     telemetry_figure,
 )
@@ -71,16 +72,22 @@ SUFFIXES = (".svg", ".pdf")
 _UNREAD = re.compile(r' (?:role|aria-[a-z]+)="[^"]*"')
 # Texts are measured here with one font and shown with the reader's, which may be wider.
 ROOM = {"left": 24, "right": 48, "top": 8, "bottom": 8}
+_BYTES = "Bytes of a training step over all ranks, as a share of what {baseline} sends. "
+_SPEED = (
+    "Measured tokens per second, one panel a bandwidth between nodes; further right is faster. An "
+    "arm has the speed of a measurement whose recipe has the same settings. "
+)
+_NO_FRONT = (
+    "Shaded: the margin.{darker} No Pareto front: with one seed the order of the gaps may be noise."
+)
 _TEXTS = {
     "gap": "Point: mean over the seeds. Line: the interval that decides the verdict, corrected for "
     "the number of arms. Ticks, where there is room: single seeds. Shaded: the margin, {margin}. "
     "The axis is linear around 0 and logarithmic beyond the margin. {bytes}",
-    "gap_vs_bytes": "Bytes of a training step over all ranks, as a share of what {baseline} sends. "
-    "Dashed: the Pareto front, which no arm beats in both (controls are left out of it). Lines: "
-    "the intervals that decide the verdicts; shaded: the margin.",
-    "gap_vs_speed": "Measured tokens per second, one panel a bandwidth between nodes; further "
-    "right is faster. An arm has the speed of a measurement whose recipe has the same settings. "
-    "Dashed: the Pareto front. Lines: the intervals that decide the verdicts; shaded: the margin.",
+    "gap_vs_bytes": f"{_BYTES}Dashed: the Pareto front, which no arm beats in both (controls are "
+    "left out of it). Lines: the intervals that decide the verdicts; shaded: the margin.",
+    "gap_vs_speed": f"{_SPEED}Dashed: the Pareto front. Lines: the intervals that decide the "
+    "verdicts; shaded: the margin.",
     "main_effects": "Grey: arms, joined where every other factor is the same. Thick: the mean "
     "over the groups that have all levels, with its {confidence} interval over the seeds. Shaded: "
     "the margin.",
@@ -94,8 +101,8 @@ _TEXTS = {
     "gap_curves": "Held-out loss minus that of the baseline with the same seed, at every "
     "evaluation{bands}. Not smoothed. Shaded: the margin.",
     "gap_steps": "Training loss minus that of the baseline with the same seed, which has had the "
-    "same tokens. Above: smoothed (moving average) for display only; lines: mean over the "
-    "seeds{bands}. {apart}; lines: mean over the seeds. Shaded: the margin.",
+    "same tokens, smoothed (moving average) for display only. Lines: mean over the seeds{bands}. "
+    "Shaded: the margin.",
     "telemetry": "NMSE, Σ(y−x)² / Σx², between what was encoded (x) and decoded (y), by wire and "
     "parameter class, mean over the seeds. An arm appears on the wires that it quantizes; a line "
     "may cover an equal one.",
@@ -108,25 +115,15 @@ _TEXTS = {
 _ONE_SEED = {
     "gap": "Point: the one seed; left of 0 its loss is lower than the baseline's. Shaded: the "
     "margin.{darker} The axis is linear around 0 and logarithmic beyond the margin. {bytes}",
-    "gap_vs_bytes": "Bytes of a training step over all ranks, as a share of what {baseline} sends. "
-    "Shaded: the margin.{darker} No Pareto front: with one seed the order of the gaps may be "
-    "noise.",
-    "gap_vs_speed": "Measured tokens per second, one panel a bandwidth between nodes; further "
-    "right is faster. An arm has the speed of a measurement whose recipe has the same settings. "
-    "Shaded: the margin.{darker} No Pareto front: with one seed the order of the gaps may be "
-    "noise.",
+    "gap_vs_bytes": f"{_BYTES}{_NO_FRONT}",
+    "gap_vs_speed": f"{_SPEED}{_NO_FRONT}",
     "loss": "One seed an arm. The training loss is smoothed (moving average) for display only. The "
     "axes differ, and neither goes beyond where the baseline starts.",
     "gap_curves": "Held-out loss minus that of the baseline with the same seed, at every "
     "evaluation. Not smoothed. Shaded: the margin.",
     "gap_steps": "Training loss minus that of the baseline with the same seed, which has had the "
-    "same tokens. Above: smoothed (moving average) for display only. {apart}. Shaded: the margin.",
+    "same tokens, smoothed (moving average) for display only. Shaded: the margin.",
 }
-_APART = (
-    "Below: how large the gap is, without its sign and not smoothed, on a logarithmic axis: the "
-    "largest of the last few steps (a fiftieth of the run); an arm that equals its baseline in "
-    "every digit has no line"
-)
 _COLORED = ("gap_vs_bytes", "gap_vs_speed", "loss", "gap_curves", "gap_steps")
 
 
@@ -139,7 +136,6 @@ def caption(name: str, result: StudyResult) -> str:
         confidence=f"{result.study.confidence:.0%}",
         margin=margin_nats(result) if result.margin else "",
         darker=" Darker, with a dashed edge: the noise band." if lone_bands(result) else "",
-        apart=_APART,
         bands=_bands(name, result),
         bytes=f"Bytes: a step's {SENT[sent_column(result)]}, as a share of the baseline's.",
     )
@@ -191,6 +187,10 @@ def make_figures(
     factors = [effect.factor for effect in effects] + [f for one in pairs for f in one.factors]
     short = short_names(factors)
     measured = {b: s for b, s in (speeds or {}).items() if len(speed_rows(result, s)) > 1}
+
+    def over_steps(rows: Sequence[Row], series: str, title: str) -> Spec:
+        return gap_figure_over_steps(rows, margin, style, curves.noise.get(series, ()), title)
+
     wanted: dict[str, tuple[Any, Callable[[], Spec]]] = {
         "gap": (gaps, lambda: gap_figure(result, style)),
         "gap_vs_bytes": (gaps and len(costs) > 1, lambda: bytes_figure(result, style)),
@@ -198,15 +198,10 @@ def make_figures(
         "main_effects": (effects, lambda: main_effects_figure(effects, margin, short)),
         "interactions": (pairs, lambda: interactions_figure(pairs, margin, short)),
         "loss": (curves.loss, lambda: loss_figure(curves.loss, style)),
-        "gap_curves": (
-            curves.gap and result.margin,
-            lambda: gap_curves_figure(curves.gap, margin, style, curves.noise.get("held-out", ())),
-        ),
+        "gap_curves": (curves.gap and margin, lambda: over_steps(curves.gap, "held-out", GAP)),
         "gap_steps": (
-            curves.steps and result.margin,
-            lambda: gap_steps_figure(
-                curves.steps, curves.apart, margin, style, curves.noise.get("training", ())
-            ),
+            curves.steps and margin,
+            lambda: over_steps(curves.steps, "training", STEP_GAP),
         ),
     }
     steps = _telemetry_steps(curves)

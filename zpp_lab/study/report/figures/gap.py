@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import altair as alt
 
 from zpp_lab.study.judge import claims
-from zpp_lab.study.judge.advice import cost
+from zpp_lab.study.judge.answer import cost
 from zpp_lab.study.judge.noise import Beside, beside, noise_bands, one_seed
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 from zpp_lab.study.report.figures.curves import Row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,14 +10,12 @@ import altair as alt
 from zpp_lab.config.wires import WIRES
 from zpp_lab.study.report.figures.curves import Row
 from zpp_lab.study.report.figures.gap import GAP, NOISE, Spec, ends, margin_layers, margin_rows
-from zpp_lab.study.report.style import BAND, GapAxis, Style, chart, finish, legend_pick
+from zpp_lab.study.report.style import GapAxis, Style, chart, finish, legend_pick
 
 CLASSES = ("embedding", "attention", "mlp", "norm", "head", "other")
 STEP_GAP = "Training loss gap (nats per token)"
-_APART = "|Training loss gap| (nats)"
-_FLOOR = 1e-6  # nats: what float32 losses can tell; runs that are closer are cut off
 BANDED = 8  # arms whose bands can be read in one panel
-_HEIGHT, _LOWER = 320, 190  # pixels of the gap figures' panels
+_HEIGHT = 320  # pixels of the gap figures' panel
 _LOSS = "Loss (nats per token)"
 _STEPS = alt.Axis(tickCount=5, format="~s", labelFlush=True)
 _HEADER = alt.Header(labelExpr="split(datum.value, ' · ')", labelLineHeight=13)
@@ -59,32 +56,20 @@ def _losses(rows: Sequence[Row], top: float) -> alt.Scale:
     return alt.Scale(domain=[bottom - room, top + room], nice=False)
 
 
-def gap_curves_figure(
-    rows: Sequence[Row], margin: float, style: Style, noise: Sequence[Row] = ()
+def gap_figure_over_steps(
+    rows: Sequence[Row], margin: float, style: Style, noise: Sequence[Row], title: str
 ) -> Spec:
-    """Held-out loss minus the baseline's over training; `noise`: the ends of the noise band."""
+    """Plot a loss minus the baseline's over training. noise: the ends of the noise band."""
     dressed, pick = style.dress(_banded(rows)), legend_pick()
-    made = _gap_panel(dressed, margin, style, noise, GAP, pick)
-    return finish(made, _gap_data(dressed, margin, noise), side=70, legend=_legend(dressed))
-
-
-def gap_steps_figure(
-    rows: Sequence[Row],
-    apart: Sequence[Row],
-    margin: float,
-    style: Style,
-    noise: Sequence[Row] = (),
-) -> Spec:
-    """Training loss minus the baseline's over training; below it how far they are apart, on a
-    logarithmic axis, which shows when runs that were equal have parted."""
-    dressed, pick = style.dress(_banded(rows)), legend_pick()
-    upper = _gap_panel(dressed, margin, style, noise, STEP_GAP, pick)
-    panels, data = [upper.properties(title="Smoothed")], _gap_data(dressed, margin, noise)
-    if shown := [row for row in apart if row["apart"] >= _FLOOR]:
-        lower = _apart_panel(style.dress(shown), dressed, margin, style, pick)
-        panels.append(lower.properties(title="Distance from the baseline"))
-        data["apart"] = style.dress(shown)
-    made = alt.concat(*panels, columns=1)
+    low, high = ends(dressed)
+    widest = max((row["high"] for row in noise), default=0.0)
+    gaps = GapAxis.around(margin, min(low, -widest), max(high, widest))
+    y = {"scale": gaps.scale, "axis": gaps.axis(_HEIGHT), "title": title}
+    band, line = _lines("gaps", dressed, style, pick, y, points=title == GAP)
+    below = [*margin_layers("y", gaps, title, _HEIGHT), *_noise(noise, dressed, y)]
+    made = alt.layer(*below, band, line.add_params(pick)).properties(width=690, height=_HEIGHT)
+    data: dict[str, Sequence[Row]] = {"gaps": _bare(dressed), "margin": margin_rows(margin)}
+    data |= {"noise": noise} if noise else {}
     return finish(made, data, side=70, legend=_legend(dressed))
 
 
@@ -93,61 +78,6 @@ def _banded(rows: Sequence[Row]) -> list[Row]:
     if len({row["arm"] for row in rows}) <= BANDED:
         return list(rows)
     return [row | {"low": row["mean"], "high": row["mean"]} for row in rows]
-
-
-def _gap_panel(
-    dressed: Sequence[Row],
-    margin: float,
-    style: Style,
-    noise: Sequence[Row],
-    title: str,
-    pick: alt.Parameter,
-) -> Any:
-    low, high = ends(dressed)
-    widest = max((row["high"] for row in noise), default=0.0)
-    gaps = GapAxis.around(margin, min(low, -widest), max(high, widest))
-    y = {"scale": gaps.scale, "axis": gaps.axis(_HEIGHT), "title": title}
-    band, line = _lines("gaps", dressed, style, pick, y, points=title == GAP)
-    below = [*margin_layers("y", gaps, title, _HEIGHT), *_noise(noise, dressed, y)]
-    layers = [*below, band, line.add_params(pick)]
-    return alt.layer(*layers).properties(width=690, height=_HEIGHT)
-
-
-def _gap_data(
-    dressed: Sequence[Row], margin: float, noise: Sequence[Row]
-) -> dict[str, Sequence[Row]]:
-    data: dict[str, Sequence[Row]] = {"gaps": _bare(dressed), "margin": margin_rows(margin)}
-    return data | ({"noise": noise} if noise else {})
-
-
-def _apart_panel(
-    shown: Sequence[Row],
-    dressed: Sequence[Row],
-    margin: float,
-    style: Style,
-    pick: alt.Parameter,
-) -> Any:
-    """The gaps' amount on a logarithmic axis from _FLOOR or the least on, the margin shaded."""
-    low = 10.0 ** math.floor(math.log10(min(row["apart"] for row in shown)))
-    high = 1.5 * max(margin, *(row["apart"] for row in shown))
-    scale = alt.Scale(type="log", domain=[low, high], nice=False)
-    decades = [10.0**k for k in range(round(math.log10(low)), 9) if 10.0**k <= high]
-    axis = alt.Axis(values=decades, format=".0e")
-    y: dict[str, Any] = {"scale": scale, "axis": axis, "title": _APART}
-    inside = chart("margin", by_arm=False).mark_rect(color=BAND, opacity=0.8, clip=True)
-    line = chart("apart").mark_line(clip=True, strokeWidth=1.8)
-    return alt.layer(
-        inside.encode(y=alt.Y("to:Q", **y), y2=alt.datum(low)),
-        line.encode(
-            x=_over_steps(dressed),
-            y=alt.Y("apart:Q", **y),
-            color=style.color(dressed),
-            strokeDash=style.dash(dressed),
-            detail="arm:N",
-            opacity=alt.condition(pick, alt.value(1), alt.value(0.1)),
-            tooltip=["arm:N", "step:Q", alt.Tooltip("apart:Q", format=".2~e")],
-        ),
-    ).properties(width=690, height=_LOWER)
 
 
 def _noise(noise: Sequence[Row], dressed: Sequence[Row], y: dict[str, Any]) -> list[alt.Chart]:

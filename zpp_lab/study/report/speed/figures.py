@@ -27,12 +27,6 @@ _TEXTS = {
         "as the break-even is interpolated. Above the dashed line: faster. Links without a limit "
         "lie where they were measured.",
     ),
-    "speedup_inside": (
-        "Speed-up over the strongest plain FSDP2 inside a host",
-        "Tokens per second over those of the strongest plain arm, measured where there is no link "
-        "between nodes, or none whose speed is known. Points: the median step; lines: the slowest "
-        "and the fastest step over its median. Right of the dashed line: faster.",
-    ),
     "floor": (
         "Share of the floor reached",
         "Floor: the larger one of the time that the link needs for a step's bytes and of a step "
@@ -72,16 +66,13 @@ def highlighted(found: SpeedFindings) -> list[str]:
 
 def make_speed_figures(found: SpeedFindings, style: Style) -> list[Figure]:
     """Those that there are measurements for, in SPEED_NAMES' order."""
-    linked, inside = _link_rows(found), _inside_rows(found)
-    faster = _having(linked, "value")
-    told = _having(linked, "share")
+    linked = _link_rows(found)
+    faster, reached = _having(linked, "value"), _having(linked, "share")
     specs: dict[str, Spec] = {}
     if faster:
         specs["speedup"] = _speedup(faster, _predicted_rows(found), found.names, style)
-    if inside:
-        specs["speedup_inside"] = _inside(inside, found.names, style)
-    if told:
-        specs["floor"] = _floor(told, found.names, style)
+    if reached:
+        specs["floor"] = _floor(reached, found.names, style)
     texts = dict(_TEXTS)
     if found.predicted:
         texts["speedup"] = (texts["speedup"][0], texts["speedup"][1] + _PREDICTED)
@@ -103,16 +94,6 @@ def _link_rows(found: SpeedFindings) -> dict[Setting, list[Row]]:
         if m.gbps is not None:
             rows.setdefault(m.setting, []).append(_row(m, ups.get(id(m))))
     return {setting: sorted(group, key=lambda r: r["gbps"]) for setting, group in rows.items()}
-
-
-def _inside_rows(found: SpeedFindings) -> dict[Setting, list[Row]]:
-    """Speed-ups where no bandwidth is known: inside a host, or on a link that nobody measured."""
-    rows: dict[Setting, list[Row]] = {}
-    for one in found.ups:
-        if one.at.gbps is None:
-            row = _row(one.at, one) | {"label": f"{one.value:.2f}×"}
-            rows.setdefault(one.at.setting, []).append(row)
-    return rows
 
 
 def _predicted_rows(found: SpeedFindings) -> dict[Setting, list[Row]]:
@@ -267,52 +248,6 @@ def _arm_channels(style: Style, rows: Sequence[Row]) -> tuple[alt.Color, alt.Sha
         alt.Color("look:N", title="Arm", scale=colors, legend=legend),
         alt.Shape("look:N", title="Arm", scale=shapes, legend=legend),
     )
-
-
-def _inside(
-    rows: Mapping[Setting, Sequence[Row]], names: Mapping[Setting, str], style: Style
-) -> Spec:
-    """A row an arm, where there is no axis of bandwidths to lie on."""
-    every = style.dress([row for group in rows.values() for row in group])
-    color = style.color(every, legend=None)
-    x = alt.X(
-        "value:Q",
-        title="Speed-up over the strongest plain FSDP2",
-        scale=alt.Scale(domain=[0, 1.1 * max(row["high"] for row in every)], nice=False),
-        axis=alt.Axis(labelExpr=_TIMES, tickCount=6),
-    )
-    panels: list[Any] = []
-    data: dict[str, Sequence[Row]] = {"rule": [{"at": 1.0}]}
-    for number, (setting, group) in enumerate(rows.items()):
-        name = f"inside{number}"
-        order = [row["arm"] for row in group]
-        axis = alt.Axis(grid=False, ticks=False, labelPadding=8, labelLimit=160)
-        y = alt.Y("arm:N", sort=order, title=None, axis=axis)
-        base = chart(name).encode(y=y, color=color, tooltip=_tooltip())
-        low = alt.X("low:Q", **_same(x))
-        at_rule = alt.X("at:Q", **_same(x))
-        layers = [
-            chart("rule", by_arm=False).mark_rule(color=GREY, strokeDash=[4, 3]).encode(x=at_rule),
-            base.mark_rule(strokeWidth=2).encode(x=low, x2="high:Q"),
-            base.mark_point(size=80, filled=True, opacity=1).encode(x=x),
-            *_labels(base, x),
-        ]
-        panel = alt.layer(*layers).properties(width=_SIZE[0], height=alt.Step(30))
-        panels.append(panel.properties(title=names[setting]))
-        data[name] = style.dress(group)
-    longest = max(len(row["arm"]) for row in every)
-    return finish(alt.concat(*panels, columns=2), data, side=30 + 7 * min(24, longest))
-
-
-def _labels(base: alt.Chart, x: alt.X) -> list[alt.Chart]:
-    """The values, each on the side of its point that is away from the rule at 1."""
-    sides: dict[str, Any] = {"datum.value < 1": "right", "datum.value >= 1": "left"}
-    return [
-        base.transform_filter(side)
-        .mark_text(align=align, dx=-5 if align == "right" else 5, dy=-9, fontSize=11)
-        .encode(x=x, text="label:N", color=alt.value("#111827"))
-        for side, align in sides.items()
-    ]
 
 
 def _tooltip() -> list[Any]:
