@@ -12,135 +12,28 @@ host), or on emulated nodes, and `--link-gbps` names the nominal speed of a node
 
 Elsewhere `--efficiency` and `--latency-us` say what they are, and the file says that nobody
 measured them.
-
-The file is written once all is measured. What a call that was ended has measured lies beside it, in
-machine.json.part; the same command goes on from there, on the same kind of CPU, as many GPUs of the
-same names, with the same torch and code. Else it says what differs and measures all.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter, ValidationError
 
 from zpp_lab.config.codec import BITS
 from zpp_lab.config.parser import Parser, check_own, listed, new_file, number, whole
 from zpp_lab.config.schema import ClusterConfig
-from zpp_lab.files import write_atomic
-from zpp_lab.runs.provenance import commit, cpu_model, machine_facts, versions
+from zpp_lab.runs.provenance import commit, machine_facts, versions
 from zpp_lab.tools.bench.calibrate_steps import Links, codecs, copy_rate, curve, host
 from zpp_lab.tools.bench.ranks import join, start
-from zpp_lab.tools.plan.cost.machine import (
-    MODES,
-    PART,
-    Between,
-    Codec,
-    Curve,
-    Host,
-    Inside,
-    Machine,
-    Mode,
-)
+from zpp_lab.tools.plan.cost.machine import MODES, Between, Machine, Mode
 
-Place = Mapping[str, Any]
 MIB = 2**20
-
-
-def place_of(sizes: Any, device: torch.device) -> Place:
-    """What figures must have in common to stand in one file, as JSON gives it back. Every rank
-    calls it. sizes: a dataclass of how much is measured."""
-    own = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, f"{own}, {cpu_model()}")
-    facts = {"ranks": ranks, "torch": torch.__version__, "commit": commit(), "sizes": asdict(sizes)}
-    made: Place = json.loads(json.dumps(facts, default=str))
-    return made
-
-
-class Kept:
-    """Parts by name, as rank 0 measured them. Every rank makes one and asks it alike.
-
-    `machine.json.part` is written whole after each part. It is no machine file and has no name of
-    one, so nothing takes half a machine for a whole; it goes when machine.json is there.
-    """
-
-    def __init__(self, out: Path, place: Place) -> None:
-        self.path = out.with_name(out.name + PART)
-        self.place = place
-        self.writes = dist.get_rank() == 0
-        same: list[Any] = [self._read() if self.writes else None]
-        dist.broadcast_object_list(same, 0)
-        self.calls, self.parts = same[0]  # how many calls had a share, this one included
-
-    def part(self, name: str, kind: Any, measure: Callable[[], Any]) -> Any:
-        """The value of type `kind` under this name, measured where no earlier call has."""
-        adapter = TypeAdapter(kind)
-        if name in self.parts:
-            try:
-                return adapter.validate_python(self.parts[name])
-            except ValidationError:
-                self._say(f"{self.path}: {name} cannot be read; measuring it again")
-        self._say(name)
-        value = measure()
-        dist.barrier()
-        self.parts[name] = adapter.dump_python(value, mode="json")
-        self._write()
-        return value
-
-    def done(self) -> None:
-        """The machine file is there: no parts are needed any more."""
-        if self.writes:
-            self.path.unlink(missing_ok=True)
-
-    def _read(self) -> tuple[int, dict[str, Any]]:
-        """(which call this is, parts of those before); says what becomes of a file that is there"""
-        try:
-            stored = json.loads(self.path.read_text(encoding="utf-8"))
-            place, calls, parts = stored["place"], int(stored["calls"]), dict(stored["parts"])
-        except FileNotFoundError:
-            self._say(
-                f"parts are saved in {self.path}; after an interruption the same command resumes"
-            )
-            return 1, {}
-        except (ValueError, KeyError, TypeError) as error:
-            self._say(f"{self.path} is damaged ({error!r}); measuring everything again")
-            return 1, {}
-        if place != self.place:
-            self._say(f"{self.path}: {_difference(place, self.place)}; measuring everything again")
-            return 1, {}
-        self._say(f"resuming from {self.path}, which has: {'; '.join(parts)}")
-        return calls + 1, parts
-
-    def _write(self) -> None:
-        if not self.writes:
-            return
-        stored = {"place": self.place, "calls": self.calls, "parts": self.parts}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.path, json.dumps(stored, indent=1) + "\n")
-
-    def _say(self, text: str) -> None:
-        if self.writes:
-            print(f"calibrate: {text}", flush=True)
-
-
-def _difference(there: Any, here: Place) -> str:
-    """The first fact that is another one."""
-    there = there if isinstance(there, dict) else {}
-    for name, value in here.items():
-        if there.get(name) != value:
-            return f"{name} was {there.get(name)} and is {value}"
-    return "it was measured for other settings"
 
 
 @dataclass(frozen=True)
@@ -240,12 +133,9 @@ def main(argv: list[str]) -> int:
 
 def _measure(args: argparse.Namespace, on_gpu: bool) -> None:
     device = join(on_gpu)
-    sizes = TINY if args.tiny else LARGE
-    kept = Kept(args.out, place_of(sizes, device))
-    machine = measured(args, sizes, device, kept)
+    machine = measured(args, TINY if args.tiny else LARGE, device)
     if dist.get_rank() == 0:
         machine.save(args.out)
-        kept.done()
         print(f"{args.out}: use it with `zpp-lab plan --machine {args.out} ...`", flush=True)
     dist.barrier()
     sys.stdout.flush()
@@ -260,78 +150,70 @@ def modes_of(args: argparse.Namespace) -> list[Mode]:
     return [mode for mode in MODES if mode in words]
 
 
-def measured(args: argparse.Namespace, sizes: Sizes, device: torch.device, kept: Kept) -> Machine:
-    """Every rank calls it; all get rank 0's figures, of which `kept` may have some."""
+def measured(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> Machine:
+    """Measure this machine. Every rank calls it; all get rank 0's figures."""
     modes = [m for m in modes_of(args) if m == "eager" or device.type == "cuda"]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     if local < 2:
         raise ValueError("bench calibrate needs two ranks a host, to measure what joins them")
     cluster = ClusterConfig(nodes=dist.get_world_size() // local, gpus_per_node=local)
-    links = Links(cluster, device)
-    made = _machine(args, sizes, device, modes, links, kept)
-    same: list[Any] = [made]
+    same: list[Any] = [_machine(args, sizes, device, modes, Links(cluster, device))]
     dist.broadcast_object_list(same, 0)
     machine: Machine = same[0]
     return machine
 
 
 def _machine(
-    args: argparse.Namespace,
-    sizes: Sizes,
-    device: torch.device,
-    modes: list[Mode],
-    links: Links,
-    kept: Kept,
+    args: argparse.Namespace, sizes: Sizes, device: torch.device, modes: list[Mode], links: Links
 ) -> Machine:
-    """Part by part; what a part depends on is in its name."""
-    bits, part = args.bits, kept.part
     shapes = {"eager": sizes.widths, "compiled": sizes.compiled}
-    compute = {m: part(f"compute, {m}", Curve, partial(curve, shapes[m], m, device)) for m in modes}
-    wanted = partial(host, sizes.layers, sizes.width, sizes.normed, modes, device)
-    started = part(f"host, {' and '.join(modes)}", Host, wanted)
-    inside = part("links inside nodes", Inside, lambda: links.inside(sizes.shipments))
-    kernels = part(f"codecs, bits {args.bits}", Codec, lambda: codecs(bits, sizes.numel, device))
-    memory = part("memory", float, lambda: copy_rate(sizes.copied, device))
-    between, source = _between(args, links, sizes, kept)
+    _say("compute")
+    compute = {mode: curve(shapes[mode], mode, device) for mode in modes}
+    _say("host")
+    started = host(sizes.layers, sizes.width, sizes.normed, modes, device)
+    _say("links inside nodes")
+    inside = links.inside(sizes.shipments)
+    _say("codecs")
+    kernels = codecs(args.bits, sizes.numel, device)
+    _say("memory and links between nodes")
+    between, source = _between(args, links, sizes)
     return Machine(
         name=args.name or args.out.stem,
         compute=compute,
-        memory_bytes_per_s=memory,
+        memory_bytes_per_s=copy_rate(sizes.copied, device),
         host=started,
         intra=inside,
         inter=between,
         codec=kernels,
-        comment=_comment(sizes, source, kept.calls),
+        comment=_comment(sizes, source),
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
     )
 
 
-def _between(
-    args: argparse.Namespace, links: Links, sizes: Sizes, kept: Kept
-) -> tuple[Between, str]:
-    """And where it comes from. ValueError for a speed without hosts to measure."""
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"calibrate: {text}", flush=True)
+
+
+def _between(args: argparse.Namespace, links: Links, sizes: Sizes) -> tuple[Between, str]:
+    """Return the links between nodes and where their figures come from. ValueError for a speed
+    without hosts to measure."""
     if args.link_gbps:
         gbps = args.link_gbps
-        found = kept.part(
-            f"links between nodes, {gbps:g} Gbit/s",
-            Between,
-            lambda: links.between(sizes.shipments, gbps),
-        )
-        return found, f"measured over links of {gbps:g} Gbit/s a node"
-    given = [args.efficiency, args.latency_us]
-    if given == [None, None]:
+        source = f"measured over links of {gbps:g} Gbit/s a node"
+        return links.between(sizes.shipments, gbps), source
+    if args.efficiency is None and args.latency_us is None:
         return Between(0.0, 1.0), "not measured: the nominal speed without latency, a lower bound"
-    efficiency, latency = args.efficiency or 1.0, args.latency_us or 0.0
-    return Between(latency * 1e-6, efficiency), "given on the command line, not measured"
+    given = Between((args.latency_us or 0.0) * 1e-6, args.efficiency or 1.0)
+    return given, "given on the command line, not measured"
 
 
-def _comment(sizes: Sizes, between: str, calls: int) -> dict[str, str]:
+def _comment(sizes: Sizes, between: str) -> dict[str, str]:
     facts = machine_facts()
     where = f"{len(facts['gpus'])} × {facts['gpus'][0]}" if facts["gpus"] else facts["cpu"]
     made = "zpp-lab bench calibrate"
     return {
-        "made by": f"{made} on {where}, versions {versions()}, commit {commit()}, {asdict(sizes)}"
-        + (f", in {calls} calls" if calls > 1 else ""),
+        "made by": f"{made} on {where}, versions {versions()}, commit {commit()}, {asdict(sizes)}",
         "compute": f"{made}: a third of forward and backward of one block, by its FLOPs",
         "memory_bytes_per_s": f"{made}: a copy, read and written",
         "host": f"{made}: a small model alone and under FSDP2, so that the host is the bound",

@@ -26,7 +26,6 @@ OPERATORS = ("encode", "decode", "reduce", "decode_sum_encode")
 Mode = Literal["eager", "compiled"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 ByMode = Annotated[Mapping[Mode, NotNegative], Field(min_length=1)]
-PART = ".part"  # the ending of a calibration's file that is not whole yet
 
 
 @checked(frozen=True, config=_STRICT)
@@ -223,11 +222,6 @@ def load_machine(name: str) -> Machine:
         raise ValueError(
             f"machine {name!r}: file not found; use one that `zpp-lab bench calibrate` wrote, or "
             f"a shipped name: {ready}"
-        )
-    if path.suffix == PART:
-        raise ValueError(
-            f"{path} is an unfinished calibration: run the same `zpp-lab bench calibrate` command "
-            "again to finish it"
         )
     told = parse_json(path, "use another file, or write it again with `zpp-lab bench calibrate`")
     try:
