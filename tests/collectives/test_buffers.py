@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.train.test_memory import Live
 from zpp_lab.codecs import kernels as ops
 from zpp_lab.collectives.context import Clock
+from zpp_lab.collectives.exchange import Exchange
 from zpp_lab.collectives.gather import Gather
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.peer.transport import PeerTransport
@@ -22,7 +23,6 @@ from zpp_lab.collectives.plan import UnitPlan
 from zpp_lab.collectives.reduce import Reduce
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import Collectives, Link, members, traffic_of
-from zpp_lab.collectives.update import Update
 from zpp_lab.config.load import load
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.schema import Config
@@ -125,13 +125,14 @@ class Rank:
             made.rows = update.rows
         return made
 
-    def started(self, unit: UnitPlan) -> Update:
+    def started(self, unit: UnitPlan) -> Exchange:
         update = self.update(unit)
         update.start([torch.zeros(s.numel) for s in unit.raw.segments], 0)
         return update
 
-    def update(self, unit: UnitPlan) -> Update:
-        return Update(unit, self.transport, Ledger(), self.clock, torch.device("cpu"))
+    def update(self, unit: UnitPlan) -> Exchange:
+        cpu = torch.device("cpu")
+        return Exchange("weights_update", "across", unit, self.transport, Ledger(), self.clock, cpu)
 
     def gathered(self, gather: Gather, unit: UnitPlan, backward: bool) -> Any:
         packet = gather.pack([torch.zeros(s.numel) for s in unit.forward.segments], backward)

@@ -168,7 +168,7 @@ def test_a_unit_that_runs_in_part_is_refused(path: Path, says: str) -> None:
 
 def one_gather(config: Config, wire: Wire) -> Traffic:
     (block,) = (u for u in build_plan(Branches(every), config).units if u.unit.name == "blocks.1")
-    return {**block.forward_bytes(), **block.backward_bytes()}[wire]
+    return block.leg(wire).traffic
 
 
 def test_engines_agree_to_the_bit() -> None:

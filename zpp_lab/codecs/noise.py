@@ -47,6 +47,7 @@ The output is the counter after the last round.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -99,6 +100,12 @@ class Noise:
     key: int
     ranks: tuple[int, ...]
     rows: tuple[int, ...]
+
+    @classmethod
+    def of_owners(cls, seed: int, step: int, wire: Wire, ranks: Iterable[int]) -> Noise:
+        """Make the noise of weights after `step` steps: each of `ranks` encodes its own shard."""
+        own = tuple(ranks)
+        return cls(noise_key(seed, step, 0, wire), own, own)
 
     def __post_init__(self) -> None:
         assert len(self.ranks) == len(self.rows)

@@ -76,7 +76,7 @@ class Clock:
     def weights_noise(self, wire: Wire, *ranks: int) -> Noise:
         """Of the shards of `ranks`. Every micro-step of a step gathers the same weights with the
         same noise."""
-        return Noise(noise_key(self.seed, self.step, 0, wire), ranks, ranks)
+        return Noise.of_owners(self.seed, self.step, wire, ranks)
 
     def grads_noise(self, wire: Wire, rank: int, rows: Sequence[int]) -> Noise:
         """`rank` encodes one row for each shard in `rows`."""

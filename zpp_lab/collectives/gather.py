@@ -10,7 +10,7 @@ A hierarchical gather sends each row to one rank of every other node first; the 
 rank then holds go to its neighbours in the node. These N rows are what hpZ keeps for backward,
 as encoded bytes. In one node they are the rank's own row, which is encoded again in place of kept.
 
-Where nodes keep weights (`update.py`) each rank has these N rows anyway: it encodes all of them,
+Where nodes keep weights (`exchange.py`) each rank has these N rows anyway: it encodes all of them,
 with the noise of their owners, and gathers never leave the node.
 """
 

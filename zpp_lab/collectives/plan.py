@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from zpp_lab.codecs import Codec, RawCodec, ShamCodec, build_codec
 from zpp_lab.codecs.kernels.memory import between
@@ -85,9 +86,19 @@ class StepUse:
     reduced: Mapping[str, tuple[frozenset[str], ...]]
 
 
+class Leg(NamedTuple):
+    """What all ranks send of a unit on one wire in a step: so many times `traffic`, in rows as
+    `layout` says."""
+
+    wire: Wire
+    layout: Layout
+    traffic: Traffic
+    times: int = 1
+
+
 @dataclass(frozen=True)
 class UnitPlan:
-    """A unit's layouts: the two gathers, and one per hop of the reduction."""
+    """A unit's layouts, and the legs on which they travel."""
 
     unit: Unit
     recipe: Recipe
@@ -119,7 +130,7 @@ class UnitPlan:
 
     @cached_property
     def backward(self) -> Layout:
-        return self._layout(BACKWARD)
+        return self.forward if self.recipe.config.secondary else self._layout(BACKWARD)
 
     @cached_property
     def stored(self) -> Layout:
@@ -203,27 +214,43 @@ class UnitPlan:
         """Whether backward's own gather brings the bits that the forward's brought."""
         return self.gathers_backward and not self.recipe.config.secondary and not self.own_backward
 
-    def forward_bytes(self) -> Bytes:
-        return {FORWARD: self._gather_bytes(self.forward.nbytes)}
+    def legs(self, use: StepUse | None = None) -> list[Leg]:
+        """Return what a step that ran as `use` says sends; without it, what each collective
+        sends."""
+        name, trainable = self.unit.name, self.unit.trainable
+        gathers, reduced = (1, 1), (trainable,)
+        if use is not None:
+            gathers, reduced = self.gathers(use.passes), use.reduced.get(name, ())
+        legs = self.gather_legs(*gathers)
+        for i, present in enumerate(reduced, 1):
+            legs += self.reduce_legs(trainable & present, i == len(reduced))
+        if self.recipe.kept:
+            traffic = update_traffic(self.recipe.cluster, self.update.nbytes)
+            legs.append(Leg(UPDATE, self.update, traffic))
+        return legs
 
-    def backward_bytes(self) -> Bytes:
-        if not self.gathers_backward:
-            return {}
-        if self.recipe.config.secondary:
-            row = self.forward.nbytes
-            return {BACKWARD: secondary_traffic(self.recipe.cluster, row)}
-        return {BACKWARD: self._gather_bytes(self.backward.nbytes)}
+    def leg(self, wire: Wire) -> Leg:
+        """Return the first leg on `wire`."""
+        return next(leg for leg in self.legs() if leg.wire == wire)
 
-    def _gather_bytes(self, row: int) -> Traffic:
-        """Of a gather of rows as the optimizer is cut."""
-        recipe, cluster = self.recipe, self.recipe.cluster
+    def gather_legs(self, forwards: int, backwards: int) -> list[Leg]:
+        """Return what so many gathers send; none where every rank has all weights."""
+        recipe = self.recipe
         if recipe.shards == 1:
-            return NOTHING
+            return []
+        legs = [Leg(FORWARD, self.forward, self._gathered(self.forward), forwards)]
+        if self.gathers_backward:
+            traffic = self._gathered(self.backward, recipe.config.secondary)
+            legs.append(Leg(BACKWARD, self.backward, traffic, backwards))
+        return legs
+
+    def _gathered(self, layout: Layout, secondary: bool = False) -> Traffic:
+        recipe, cluster = self.recipe, self.recipe.cluster
         if recipe.config.copied:
-            return node_gather_traffic(cluster, row)
-        if recipe.kept:
-            return secondary_traffic(cluster, row)
-        return gather_traffic(cluster, row, self.hierarchical)
+            return node_gather_traffic(cluster, layout.nbytes)
+        if recipe.kept or secondary:
+            return secondary_traffic(cluster, layout.nbytes)
+        return gather_traffic(cluster, layout.nbytes, self.hierarchical)
 
     def gathers(self, passes: Iterable[PassUse]) -> tuple[int, int]:
         """Forward and backward gathers that these micro-steps of one step need."""
@@ -235,39 +262,18 @@ class UnitPlan:
             return sum(min(1, n) for n in calls), 0
         return sum(calls), sum(use.backwards.get(name, 0) for use in used)
 
-    def used_bytes(self, use: StepUse) -> Bytes:
-        """What this unit sends up to the update, in a step that ran as `use` says."""
-        total = no_bytes()
-        forwards, backwards = self.gathers(use.passes)
-        add_bytes(total, self.forward_bytes(), forwards)
-        add_bytes(total, self.backward_bytes(), backwards)
-        reduced = use.reduced.get(self.unit.name, ())
-        for i, present in enumerate(reduced, 1):
-            last = i == len(reduced)
-            add_bytes(total, self.reduce_bytes(self.unit.trainable - present, last))
-        return total
-
-    def update_bytes(self) -> Bytes:
-        """The step's new weights between nodes: of every trained parameter, once."""
-        if not self.recipe.kept:
-            return {}
-        return {UPDATE: update_traffic(self.recipe.cluster, self.update.nbytes)}
-
-    def reduce_bytes(self, absent: frozenset[str] = frozenset(), last: bool = True) -> Bytes:
-        """Of the last reduction of a step, or of one before it. `absent`: trainable parameters
-        without a gradient, which no rank sends."""
-        present, recipe = self.unit.trainable - absent, self.recipe
+    def reduce_legs(self, present: Set[str], last: bool = True) -> list[Leg]:
+        """Return what a step's last reduction sends, or one before it. `present`: the parameters
+        with a gradient; others are not sent."""
+        recipe, layouts = self.recipe, [hop.select(present) for hop in self.hops]
         if not present:
-            return {}
-        rows = [hop.select(present).nbytes for hop in self.hops]
-        total: Bytes = {}
-        for wire, traffic in self.hop_bytes(rows)[: 1 if recipe.node_sums and not last else None]:
-            add_bytes(total, {wire: traffic})
-        return total
-
-    def hop_bytes(self, rows: Sequence[int]) -> list[tuple[Wire, Traffic]]:
-        """Of a reduction with such rows, hop by hop."""
-        return hop_traffic(self.recipe.cluster, self.recipe.hops, rows, self.recipe.cut)
+            return []
+        rows = [layout.nbytes for layout in layouts]
+        sent = hop_traffic(recipe.cluster, recipe.hops, rows, recipe.cut)
+        # one hop serves both wires
+        pairs = zip(sent, layouts * 2, strict=False)
+        legs = [Leg(wire, layout, traffic) for (wire, traffic), layout in pairs]
+        return legs[:1] if recipe.node_sums and not last else legs
 
 
 @dataclass(frozen=True)
@@ -352,11 +358,8 @@ class Plan:
     def step_bytes(self, use: StepUse | None = None) -> Bytes:
         """Bytes that all ranks together send in one step, in closed form; of a step that uses all
         there is, unless `use` says otherwise."""
-        total, use = no_bytes(), use or self.all_used()
-        for unit in self.units:
-            add_bytes(total, unit.used_bytes(use))
-            add_bytes(total, unit.update_bytes())
-        return total
+        use = use or self.all_used()
+        return leg_bytes(leg for unit in self.units for leg in unit.legs(use))
 
     def quantized_share(self) -> dict[Wire, float]:
         """Of a step's bytes on each wire that sends any, the part that codecs made; no sham's."""
@@ -389,22 +392,17 @@ def _check_bits(plan: Plan) -> None:
     recipe, units = plan.recipe, plan.units
     if recipe.cluster.world == 1:
         return  # which `Recipe` has looked at
-    again = [u for u in units if u.gathers_backward]
-    wires: dict[Wire, list[Layout]] = {}
-    if recipe.shards > 1:
-        wires[FORWARD] = [u.live(FORWARD) for u in units]
-    if again:
-        wires[BACKWARD] = [u.live(BACKWARD) for u in again]
-    if recipe.kept:
-        wires[UPDATE] = [u.update for u in units]
-    wires |= {wire: [u.hops[i] for u in units] for i, wire in enumerate(recipe.hops)}
+    wires: dict[Wire, dict[str, Codec]] = {}
+    for leg in (leg for u in units for leg in u.legs()):
+        if WIRES[leg.wire].pattern != "hop" or leg.wire in recipe.hops:
+            live = (s for s in leg.layout.segments if s.name not in plan.stored)
+            wires.setdefault(leg.wire, {}).update((s.name, s.codec) for s in live)
     known = {p.name: p for u in units for p in u.unit.parameters}
-    for wire, layouts in wires.items():
-        segments = [s for layout in layouts for s in layout.segments]
-        if recipe.asks(wire) and all(isinstance(s.codec, RawCodec) for s in segments):
-            why = told_raw(recipe, wire, [known[s.name] for s in segments])
+    for wire, codecs in wires.items():
+        if recipe.asks(wire) and all(isinstance(codec, RawCodec) for codec in codecs.values()):
+            why = told_raw(recipe, wire, [known[name] for name in codecs])
             raise ValueError(
-                f"recipe {recipe.config.name}, {wire}: bits are set, but all {len(segments)} "
+                f"recipe {recipe.config.name}, {wire}: bits are set, but all {len(codecs)} "
                 f"parameters of this model would be sent uncompressed ({why}); exempt fewer, or "
                 "leave that wire without a codec (recipe=zero3: all wires)"
             )
@@ -457,6 +455,13 @@ def bytes_per_step(phases: Sequence[tuple[int, Plan]]) -> int | float:
 def no_bytes() -> Bytes:
     """Of the wires that every recipe has; a fifth one is there once it has carried something."""
     return dict.fromkeys(wires_among(), NOTHING)
+
+
+def leg_bytes(legs: Iterable[Leg]) -> Bytes:
+    total = no_bytes()
+    for leg in legs:
+        add_bytes(total, {leg.wire: leg.traffic}, leg.times)
+    return total
 
 
 def add_bytes(total: Bytes, more: Mapping[Wire, Traffic], times: int = 1) -> None:

@@ -110,8 +110,8 @@ def test_new_weights_hide_behind_the_forward() -> None:
     block = block_work(plan.units[0], settings).forward
     slow = machine(compute={"eager": figures.Curve(((block, 1.0),))})
     found = predict(settings, slow, link_gbps=8.0)
-    first = [u.update_bytes()["weights_update"].inter / 2 for u in (plan.units[-1], plan.units[0])]
-    last = [u.reduce_bytes()["grads_inter"].inter / 2 for u in (plan.units[0], plan.units[-1])]
+    first = [u.leg("weights_update").traffic.inter / 2 for u in (plan.units[-1], plan.units[0])]
+    last = [u.leg("grads_inter").traffic.inter / 2 for u in (plan.units[0], plan.units[-1])]
     assert found.exposed_s == pytest.approx(sum(first + last) / 1e9)
 
 

@@ -36,6 +36,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from zpp_lab.collectives.context import Clock, Memories
+from zpp_lab.collectives.exchange import Exchange
 from zpp_lab.collectives.gather import Gather, GatherSpec, Packet
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.plan import Bytes, Unit, UnitPlan
@@ -48,8 +49,7 @@ from zpp_lab.collectives.transport import (
     peers,
     reduce_scatter,
 )
-from zpp_lab.collectives.update import Update
-from zpp_lab.config.wires import BACKWARD, FORWARD, INTER, INTRA
+from zpp_lab.config.wires import BACKWARD, FORWARD, INTER, INTRA, UPDATE
 from zpp_lab.engines.fsdp.gradients import LandedReduce, Landing, Present
 from zpp_lab.engines.fsdp.packed import Box, Fallbacks, Packed
 
@@ -193,7 +193,7 @@ class Installed:
     reduce: Reduce
     present: Present
     inside: tuple[PackedGather, PackedReduce]  # what FSDP2 calls
-    update: Update | None = None  # where nodes keep the weights
+    update: Exchange | None = None  # where nodes keep the weights
 
     def follow(self, before: Installed) -> None:
         """In place of `before`, which is nowhere under way."""
@@ -295,7 +295,7 @@ def install(
         ledger, update = Ledger(), None
         gather = Gather(gather_spec(own), transport, ledger, clock)
         if own.recipe.kept:
-            update = Update(own, transport, ledger, clock, device, streams)
+            update = Exchange(UPDATE, "across", own, transport, ledger, clock, device, streams)
             gather.rows = update.rows
         reduce = Reduce(reduce_spec(own), transport, ledger, clock, memories)
         present = Present(model, module, order)

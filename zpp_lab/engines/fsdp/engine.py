@@ -24,10 +24,19 @@ from torch.distributed.tensor import DTensor
 from zpp_lab.codecs.errors import ErrorSums, Telemetry
 from zpp_lab.codecs.numerics import clip_factor, fold_sum, total_norm
 from zpp_lab.collectives.peer.choose import connect
-from zpp_lab.collectives.plan import Bytes, Plan, StepUse, add_bytes, no_bytes, plans_by_step
+from zpp_lab.collectives.plan import (
+    Bytes,
+    Plan,
+    StepUse,
+    add_bytes,
+    leg_bytes,
+    no_bytes,
+    plans_by_step,
+)
 from zpp_lab.collectives.transport import Transport, all_gather
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.schema import Config
+from zpp_lab.config.wires import UPDATE
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
 from zpp_lab.engines.frozen import check_marks
 from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
@@ -276,8 +285,8 @@ class FsdpEngine(Engine):
         total = no_bytes()
         for unit in self.wrapped.installed:
             sent = {wire: t * self.cluster.world for wire, t in unit.ledger.step.items()}
-            planned = unit.plan.used_bytes(use)
-            self.vain.add_to(planned, unit.plan)
+            legs = unit.plan.legs(use) + self.vain.legs(unit.plan)
+            planned = leg_bytes(leg for leg in legs if leg.wire != UPDATE)  # which is yet to come
             if as_planned:
                 check_unit(unit, sent, planned, present)
             add_bytes(total, sent)

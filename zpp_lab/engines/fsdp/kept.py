@@ -1,4 +1,4 @@
-"""The weights that each node keeps (`collectives/update.py`), of all units of one rank.
+"""The weights that each node keeps (`collectives/exchange.py`), of all units of one rank.
 
 They follow from the masters by an encode, with one exception: where differences travel they hold
 what rounding has lost so far, and are part of a checkpoint. All nodes hold equal bits, so each rank
@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from zpp_lab.collectives.context import Observer
+from zpp_lab.collectives.exchange import Exchange
 from zpp_lab.collectives.plan import Bytes, add_bytes
 from zpp_lab.collectives.transport import all_gather
-from zpp_lab.collectives.update import WIRE, Update
+from zpp_lab.config.wires import UPDATE
 from zpp_lab.engines.frozen import mark
 from zpp_lab.engines.fsdp.comm import Installed
 from zpp_lab.engines.optim.shards import local
@@ -44,7 +45,7 @@ class Kept:
         self.units, self.parameters, self.group = units, parameters, group
         # in the order of the next forward, which begins with the root, the last unit
         in_turn = (*units[-1:], *units[:-1])
-        self.updates: list[Update] = [u.update for u in in_turn if u.update is not None]
+        self.updates: list[Exchange] = [u.update for u in in_turn if u.update is not None]
         self.stale = bool(self.updates)  # whether the weights have still to be kept
         self.ok: Tensor | None = None  # whether the last norm was finite, as long as it is read
 
@@ -70,12 +71,12 @@ class Kept:
         streams = self.updates[0].streams
         ok = self.ok = torch.isfinite(norm)
         updated = streams.mark()
-        with streams.lane(WIRE) if observer is None else nullcontext():
+        with streams.lane(UPDATE) if observer is None else nullcontext():
             streams.wait(updated)
             for update in self.updates:
                 masters = self._masters(s.name for s in update.layout.segments)
                 update.send(masters, done, ok, observer)
-                add_bytes(sent, {WIRE: update.ledger.step[WIRE]}, update.cluster.world)
+                add_bytes(sent, {UPDATE: update.ledger.step[UPDATE]}, update.cluster.world)
 
     def wait(self) -> None:
         """The current stream goes on once all weights are where they belong: before masters
@@ -137,7 +138,7 @@ class Kept:
 
 
 def on_ranks(rows: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """What this rank's encoders remember, [1, rows, width] by WIRE.PARAMETER → of all ranks,
+    """What this rank's encoders remember, [1, rows, width] by UPDATE.PARAMETER → of all ranks,
     DTensors [W, rows, width]."""
     if not rows:
         return {}

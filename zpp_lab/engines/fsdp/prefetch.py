@@ -29,7 +29,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from zpp_lab.collectives.plan import Bytes, PassUse, UnitPlan, add_bytes
+from zpp_lab.collectives.plan import Leg, PassUse, UnitPlan
 
 Ahead = dict[str, list[str]]  # unit → the units gathered while it computes
 
@@ -198,9 +198,8 @@ class InVain:
             self.backward += backward
         self.ran |= set(usage.forwards)
 
-    def add_to(self, planned: Bytes, unit: UnitPlan) -> None:
-        add_bytes(planned, unit.forward_bytes(), self.forward[unit.unit.name])
-        add_bytes(planned, unit.backward_bytes(), self.backward[unit.unit.name])
+    def legs(self, unit: UnitPlan) -> list[Leg]:
+        return unit.gather_legs(self.forward[unit.unit.name], self.backward[unit.unit.name])
 
 
 def _in_vain(ahead: Ahead, ran: Mapping[str, int]) -> Counter[str]:

@@ -6,7 +6,7 @@ added to running sums, rank by rank and node by node (`reduction.py`), so memory
 the number of nodes. Sums, division, norm and update follow the order of a real run to the bit.
 Between its first and its last rank a step never waits for the device.
 
-Where nodes keep weights (`collectives/update.py`) all of them hold equal bits, so one copy serves
+Where nodes keep weights (`collectives/exchange.py`) all of them hold equal bits, so one copy serves
 here too: `sources`, which then change with each step's update alone.
 
 Where backward gathers other weights than forward (another codec, fresh noise) they take the place
@@ -21,16 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zpp_lab.codecs import Noise, kernels, noise_key
+from zpp_lab.codecs import Noise, kernels
 from zpp_lab.codecs.errors import ErrorSums, Telemetry, telemetry
 from zpp_lab.codecs.numerics import clip_factor, fold_sum, total_norm
 from zpp_lab.collectives.context import Memories
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.plan import PassUse, Plan, StepUse, plans_by_step
 from zpp_lab.collectives.recipe import DTYPES
-from zpp_lab.collectives.update import update_noise
 from zpp_lab.config.schema import Config
-from zpp_lab.config.wires import BACKWARD, FORWARD, UPDATE, Wire
+from zpp_lab.config.wires import BACKWARD, FORWARD, UPDATE, WIRES, Wire
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
 from zpp_lab.engines.frozen import Marks, check_marks, decode_shards, encode_shards, mark
 from zpp_lab.engines.fsdp.prefetch import Usage
@@ -257,8 +256,7 @@ class VirtualEngine(Engine):
     def _gather(self, step: int, wire: Wire, into: Mapping[str, Tensor], watch: Watch) -> None:
         """Gather the parameters that `into` holds, as `wire` brings them."""
         world = self.plan.recipe.shards
-        ranks = tuple(range(world))
-        noise = Noise(noise_key(self.seed, step, 0, wire), ranks, ranks)
+        noise = Noise.of_owners(self.seed, step, wire, range(world))
         if into and not self.plan.recipe.kept:
             self._round_sources()
         for unit in self.plan.units:
@@ -291,8 +289,8 @@ class VirtualEngine(Engine):
     @torch.no_grad()
     def _keep(self, done: int, watch: Watch) -> None:
         """Send the new weights between nodes, after `done` steps: as the last of them did."""
-        ranks = tuple(range(self.cluster.world))
-        noise = update_noise(self.seed, done, ranks)
+        ranks = range(self.cluster.world)
+        noise = Noise.of_owners(self.seed, done, UPDATE, ranks)
         for unit in self._plan_at(max(0, done - 1)).units:
             layout, differences = unit.update, unit.recipe.differences
             if not layout.segments:
@@ -325,20 +323,13 @@ class VirtualEngine(Engine):
         return tuple(self.used[m] for m in sorted(self.used))
 
     def _check_bytes(self) -> None:
-        """Count the gathers of a real run of this step, then compare all bytes with the plan."""
+        """Count what a real run of this step sends beside reductions, which have counted theirs;
+        then compare all bytes with the plan."""
         names = [u.unit.name for u in self.plan.units]
-        passes = self._passes()
-        use = StepUse(passes, dict.fromkeys(names, tuple(self.reduced)))
-        for unit in self.plan.units:
-            forwards, backwards = unit.gathers(passes)
-            for sent, times in (
-                (unit.forward_bytes(), forwards),
-                (unit.backward_bytes(), backwards),
-            ):
-                for wire, traffic in sent.items():
-                    self.ledger.add(wire, traffic * times)
-            for wire, traffic in unit.update_bytes().items():
-                self.ledger.add(wire, traffic)
+        use = StepUse(self._passes(), dict.fromkeys(names, tuple(self.reduced)))
+        for leg in (leg for unit in self.plan.units for leg in unit.legs(use)):
+            if WIRES[leg.wire].pattern != "hop":
+                self.ledger.add(leg.wire, leg.traffic * leg.times)
         self.ledger.check(self.plan.step_bytes(use))
 
     # ------------------------------------------------------------------ the rest

@@ -82,10 +82,8 @@ class Reduction:
         assert self.added == self.cluster.world * self.times
         if not self.layouts:
             return {n: (g.float().to(dtype) / 1).float() for n, g in self.alone.items()}
-        if self.names:
-            rows = [layout.nbytes for layout in self.layouts]
-            for hop, (wire, traffic) in enumerate(self.plan.hop_bytes(rows)):
-                self.ledger.add(wire, traffic if hop else traffic * self.times)
+        for hop, leg in enumerate(self.legs):
+            self.ledger.add(leg.wire, leg.traffic if hop else leg.traffic * self.times)
         if len(self.layouts) == 3:
             return self._returned(dtype)
         last = self.layouts[-1]
@@ -115,6 +113,7 @@ class Reduction:
             return
         chosen = set(names)
         self.names = names
+        self.legs = self.plan.reduce_legs(chosen)
         self.layouts = tuple(lay.select(chosen) for lay in self.plan.hops)
         self.sums = [
             torch.zeros(self.cut, lay.coded_numel, device=self.device) for lay in self.layouts

@@ -13,14 +13,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs import Codec, Noise, RawCodec, kernels, noise_key
+from zpp_lab.codecs import Codec, Noise, RawCodec, kernels
 from zpp_lab.codecs.layout import Layout, Parameter
 from zpp_lab.collectives.recipe import DTYPES, Recipe
-from zpp_lab.collectives.update import update_noise
 from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig
-from zpp_lab.config.wires import FORWARD, GATHERS, UPDATE
+from zpp_lab.config.wires import FORWARD, GATHERS, UPDATE, Wire
 from zpp_lab.runs.checkpoint.read import Saved, SavedWeights
 
 _CPU = torch.device("cpu")
@@ -95,10 +94,8 @@ class WireWeights:
         if _raw(codec):
             return master
         if not self.recipe.differences:
-            ranks = range(self.world)
-            noise = update_noise(self.config.seed, self.saved.step, ranks)
             out = torch.empty_like(master)
-            payload = self._encoded(name, codec, master, noise)
+            payload = self._encoded(name, codec, master, UPDATE)
             kernels.decode(self._layout(name, codec), payload, [out])
             return out
         kept = self.saved.kept(name) if isinstance(self.saved, Saved) else None
@@ -120,14 +117,11 @@ class WireWeights:
         """One segment: neighbours in a unit's payload do not change its bytes."""
         return Layout.build([name], [self.shard_numel(name)], [codec])
 
-    def _encoded(
-        self, name: str, codec: Codec, source: Tensor, noise: Noise | None = None
-    ) -> Tensor:
-        """With the gather's noise, unless another is given."""
-        layout, ranks = self._layout(name, codec), tuple(range(self.world))
-        key = noise_key(self.config.seed, self.saved.step, 0, FORWARD)
+    def _encoded(self, name: str, codec: Codec, source: Tensor, wire: Wire = FORWARD) -> Tensor:
+        layout, ranks = self._layout(name, codec), range(self.world)
+        noise = Noise.of_owners(self.config.seed, self.saved.step, wire, ranks)
         payload = torch.empty(len(ranks), layout.nbytes, dtype=torch.uint8, device=source.device)
-        kernels.encode(layout, [source], noise or Noise(key, ranks, ranks), payload)
+        kernels.encode(layout, [source], noise, payload)
         return payload
 
     @property

@@ -33,7 +33,7 @@ from zpp_lab.collectives.peer.choose import LEAST
 from zpp_lab.collectives.peer.slots import SLOTS
 from zpp_lab.collectives.plan import Plan, UnitPlan
 from zpp_lab.collectives.reduce import ways
-from zpp_lab.collectives.transport import LINKS, Kind, Link
+from zpp_lab.collectives.transport import LINKS, Kind, Link, peers
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.units import is_untouched
 
@@ -162,12 +162,7 @@ class Buffers:
             return ()
         one_host = transport == "peer" or self.cluster.nodes == 1
         shared: tuple[Link, ...] = LINKS if one_host else ("local",)
-        return tuple(link for link in shared if self._members(link) > 1)
-
-    def _members(self, link: Link) -> int:
-        cluster = self.cluster
-        counts = {"world": cluster.world, "local": cluster.gpus_per_node, "across": cluster.nodes}
-        return counts[link]
+        return tuple(link for link in shared if any(peers(self.cluster, link)))
 
     def _in_slots(self, link: Link, nbytes: int) -> bool:
         return link in self.links and nbytes >= self.least

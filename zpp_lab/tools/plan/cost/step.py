@@ -218,7 +218,7 @@ class _Step:
         self.host: int | None = None  # the host's last task
         self.last = True  # whether this is the step's last micro-step
         self.decoded: list[int] = []  # copy-outs, in order
-        self.fetched: dict[str, tuple[int, float]] = {}  # last leg, and seconds to decode
+        self.fetched: dict[str, tuple[int, float]] = {}  # last transfer, and seconds to decode
         self.reduced: list[int] = []  # ends of reductions, in order
         self.renewed: dict[str, int] = {}  # units whose new weights nodes have
         self.times = {
@@ -344,8 +344,7 @@ class _Step:
         has been decoded."""
         if unit.unit.name in self.fetched:
             return
-        forward = wire == FORWARD
-        found = self.transfers.forward(unit) if forward else self.transfers.backward(unit)
+        found = self.transfers.gather(unit, wire)
         place = len(self.decoded) + len(self.fetched) - self.ahead
         free = self.decoded[place] if 0 <= place < len(self.decoded) else None
         self.host = self.line.add("host, gathers", "host", "host", self.machine.host.gather_s)
@@ -374,17 +373,17 @@ class _Step:
     def _ship(
         self, found: Collective, what: str, wire: Wire | str, after: Sequence[int | None]
     ) -> int:
-        """All of a collective but its last kernel; the last leg."""
+        """All of a collective but its last kernel; the last transfer."""
         waits = list(after)
-        for i, (kernel, leg) in enumerate(zip(found.kernels, found.legs, strict=False)):
+        for i, (kernel, sent) in enumerate(zip(found.kernels, found.transfers, strict=False)):
             kernels = f"{what} kernels"
             own = self.line.add(kernels, f"{what}: kernel {i}", "gpu", kernel, waits)
-            share = self.machine.intra.gpu_share if leg.link == "intra" else 0.0
+            share = self.machine.intra.gpu_share if sent.link == "intra" else 0.0
             if share:
-                lost = leg.seconds * share
+                lost = sent.seconds * share
                 self.line.add("lost to transfers", f"{what}: beside {i}", "gpu", lost, [own])
-            kind = f"{wire}, {leg.link}"
-            waits = [self.line.add(kind, f"{what}: leg {i}", leg.link, leg.seconds, [own])]
+            kind = f"{wire}, {sent.link}"
+            waits = [self.line.add(kind, f"{what}: transfer {i}", sent.link, sent.seconds, [own])]
         assert waits[0] is not None
         return waits[0]
 

@@ -1,7 +1,7 @@
-"""Seconds of one unit's collectives: kernels on the GPU, and legs on the links.
+"""Seconds of one unit's collectives: kernels on the GPU, and transfers on the links.
 
-Bytes are the plan's. A leg takes one kind of link for itself; a transfer that uses both at the
-same time takes the link between nodes for as long as the slower of the two needs.
+Bytes are the plan's. A transfer takes one kind of link for itself; one that uses both at the same
+time takes the link between nodes for as long as the slower of the two needs.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ BF16 = 2  # bytes
 
 
 @dataclass(frozen=True)
-class Leg:
+class Transfer:
     link: LinkName
     seconds: float
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Kernels and the legs between them, in turn: there is one kernel more than legs."""
+    """Kernels and the transfers between them, in turn: there is one kernel more."""
 
     kernels: tuple[float, ...]
-    legs: tuple[Leg, ...]
+    transfers: tuple[Transfer, ...]
 
     def __post_init__(self) -> None:
-        assert len(self.kernels) == len(self.legs) + 1
+        assert len(self.kernels) == len(self.transfers) + 1
 
 
 @dataclass(frozen=True)
@@ -48,91 +48,84 @@ class Transfers:
     link_gbps: float | None
     plain: bool
 
-    def forward(self, unit: UnitPlan) -> Collective:
-        return self._gather(unit, FORWARD)
-
-    def backward(self, unit: UnitPlan) -> Collective:
-        """Of a unit that backward gathers again. Between nodes hpZ's rows are there, encoded."""
-        return self._gather(unit, BACKWARD)
-
-    def _gather(self, unit: UnitPlan, wire: Wire) -> Collective:
+    def gather(self, unit: UnitPlan, wire: Wire) -> Collective:
+        """For backward only of a unit that it gathers again. Between nodes hpZ's rows are there,
+        encoded."""
         layout = unit.forward if wire == FORWARD else unit.backward
         kept = wire == BACKWARD and unit.keeps_secondary
         rows = unit.recipe.cluster.nodes if unit.recipe.kept else 1
         encode = 0.0 if kept else self._kernel("encode", unit.live(wire), rows)
         decode = self._kernel("decode", layout, unit.recipe.shards)
-        legs = self._gather_legs(unit, wire, layout)
-        return Collective((encode, *(0.0 for _ in legs[1:]), decode), legs)
+        sent = self._gathered(unit, wire, layout)
+        return Collective((encode, *(0.0 for _ in sent[1:]), decode), sent)
 
-    def _gather_legs(self, unit: UnitPlan, wire: Wire, layout: Layout) -> tuple[Leg, ...]:
+    def _gathered(self, unit: UnitPlan, wire: Wire, layout: Layout) -> tuple[Transfer, ...]:
         cluster = unit.recipe.cluster
         if unit.recipe.shards == 1:
-            return (Leg("intra", 0.0),)
+            return (Transfer("intra", 0.0),)
         kept = wire == BACKWARD and unit.keeps_secondary
         if self.plain and not kept and not unit.recipe.config.copied:
             return self._ring(unit, (cluster.world - 1) * layout.nbytes, "gather")
-        planned = unit.forward_bytes() if wire == FORWARD else unit.backward_bytes()
-        traffic = planned[wire]
+        traffic = unit.leg(wire).traffic
         if unit.hierarchical and traffic.inter:
-            across = self._leg(unit, Traffic(0, traffic.inter), "gather", cluster.nodes - 1)
-            return across, self._leg(unit, Traffic(traffic.intra, 0), "gather")
-        return (self._leg(unit, traffic, "gather", cluster.nodes - 1),)
+            across = self._transfer(unit, Traffic(0, traffic.inter), "gather", cluster.nodes - 1)
+            return across, self._transfer(unit, Traffic(traffic.intra, 0), "gather")
+        return (self._transfer(unit, traffic, "gather", cluster.nodes - 1),)
 
     def update(self, unit: UnitPlan) -> Collective:
         """Of a unit's new weights between nodes, where they are kept."""
-        nodes = unit.recipe.cluster.nodes
-        kernels = self._kernel("encode", unit.update, 1), self._kernel("decode", unit.update, nodes)
-        traffic = unit.update_bytes()[UPDATE]
-        return Collective(kernels, (self._leg(unit, traffic, "gather", nodes - 1),))
+        nodes, (_, layout, traffic, _) = unit.recipe.cluster.nodes, unit.leg(UPDATE)
+        kernels = self._kernel("encode", layout, 1), self._kernel("decode", layout, nodes)
+        return Collective(kernels, (self._transfer(unit, traffic, "gather", nodes - 1),))
 
     def reduction(self, unit: UnitPlan, last: bool = True) -> Collective:
         """`last`: of the step; sums may stay in the node until then."""
         recipe, cluster, layouts = unit.recipe, unit.recipe.cluster, unit.hops
         if not layouts:  # a cluster of one rank
-            return Collective((0.0, 0.0), (Leg("intra", 0.0),))
+            return Collective((0.0, 0.0), (Transfer("intra", 0.0),))
         first = layouts[0]
         encode = self._kernel("encode", first, recipe.cut)
         if self.plain and not recipe.config.copied:
-            legs = self._ring(unit, (cluster.world - 1) * first.nbytes, "reduce")
-            return Collective((encode, 0.0), legs)
-        hops = [traffic for _, traffic in unit.hop_bytes([layout.nbytes for layout in layouts])]
+            ring = self._ring(unit, (cluster.world - 1) * first.nbytes, "reduce")
+            return Collective((encode, 0.0), ring)
+        hops = [leg.traffic for leg in unit.reduce_legs(unit.unit.trainable)]
         if len(layouts) == 1:
             end = self._kernel("reduce", first, cluster.world)
-            return Collective((encode, end), (self._leg(unit, sum(hops, NOTHING), "reduce"),))
+            return Collective((encode, end), (self._transfer(unit, sum(hops, NOTHING), "reduce"),))
         if recipe.node_sums and not last:
             end = self._kernel("reduce", first, recipe.cut)
-            return Collective((encode, end), (self._leg(unit, hops[0], "reduce"),))
+            return Collective((encode, end), (self._transfer(unit, hops[0], "reduce"),))
         both_ways = (self._kernel("decode_sum_encode", one, recipe.cut) for one in layouts[:2])
         middle = [max(both_ways)]  # measured with one codec for both: the slower one counts
-        legs = tuple(self._leg(unit, traffic, "reduce") for traffic in hops)
+        sent = tuple(self._transfer(unit, traffic, "reduce") for traffic in hops)
         if len(layouts) == 2:
             end = self._kernel("reduce", layouts[1], cluster.nodes)
         else:
             middle.append(self._kernel("decode_sum_encode", layouts[1], cluster.nodes))
             end = self._kernel("decode", layouts[2], cluster.gpus_per_node)
-        return Collective((encode, *middle, end), legs)
+        return Collective((encode, *middle, end), sent)
 
-    # ------------------------------------------------------------------ legs
+    # ------------------------------------------------------------------ transfers
 
-    def _leg(self, unit: UnitPlan, traffic: Traffic, kind: str, messages: int = 1) -> Leg:
+    def _transfer(self, unit: UnitPlan, traffic: Traffic, kind: str, messages: int = 1) -> Transfer:
         """`traffic` of all ranks together. `messages` follow one another between nodes."""
         cluster = unit.recipe.cluster
         if self.link_gbps is None or not traffic.inter:
-            return Leg("intra", self._inside(kind, sum(traffic) / cluster.world))
+            return Transfer("intra", self._inside(kind, sum(traffic) / cluster.world))
         across = self.machine.inter.seconds(
             traffic.inter / cluster.nodes, self.link_gbps, max(1, messages)
         )
-        return Leg("inter", max(across, self._inside(kind, traffic.intra / cluster.world)))
+        return Transfer("inter", max(across, self._inside(kind, traffic.intra / cluster.world)))
 
-    def _ring(self, unit: UnitPlan, nbytes: int, kind: str) -> tuple[Leg, ...]:
+    def _ring(self, unit: UnitPlan, nbytes: int, kind: str) -> tuple[Transfer, ...]:
         """A ring over all ranks: each sends `nbytes` to the next one, and one rank a node has
         its next one on another node."""
         nodes = unit.recipe.cluster.nodes
         inside = self._inside(kind, nbytes)
         if self.link_gbps is None or nodes == 1:
-            return (Leg("intra", inside),)
+            return (Transfer("intra", inside),)
         across = self.machine.inter.seconds(nbytes, self.link_gbps, nodes - 1)
-        return (Leg("inter", max(across, inside)),)
+        return (Transfer("inter", max(across, inside)),)
 
     def _inside(self, kind: str, nbytes: float) -> float:
         links = self.machine.intra

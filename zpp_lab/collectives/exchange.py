@@ -1,9 +1,10 @@
-"""Weights that each node keeps, and the wire `weights_update` that brings a step's new ones.
+"""Exchanges of new weights between ranks of equal place, which keep what they get.
 
-A rank keeps, in param_dtype, the N shards that the ranks of its own place on every node own: rows
-[N, n] of each parameter, from which gathers inside the node are encoded. After the optimizer's
-update each rank encodes its own new shard, the ranks of equal place exchange these rows, and every
-one of them, the sender too, keeps what the payload decodes to. So all nodes hold equal bits.
+On `weights_update` a rank keeps, in param_dtype, the N shards that the ranks of its own place on
+every node own: rows [N, n] of each parameter, from which gathers inside the node are encoded. After
+the optimizer's update each rank encodes its own new shard, the ranks of equal place exchange these
+rows, and every one of them, the sender too, keeps what the payload decodes to. So all nodes hold
+equal bits.
 
 `differences`: what travels is x − m, of the master x and the row m that is kept; both sides then
 keep m + d, d being what the payload decodes to. What rounding lost is part of the next difference.
@@ -25,21 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs import Noise, kernels, noise_key
+from zpp_lab.codecs import Noise, kernels
 from zpp_lab.codecs.layout import Layout, Parameter
 from zpp_lab.collectives.context import Clock, Observer
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.plan import UnitPlan
-from zpp_lab.collectives.traffic import NOTHING, Traffic, update_traffic
-from zpp_lab.collectives.transport import HostStreams, Streams, Transport
-from zpp_lab.config.wires import UPDATE, Wire
-
-WIRE: Wire = UPDATE
-
-
-def update_noise(seed: int, done: int, ranks: Sequence[int]) -> Noise:
-    """Of the shards of `ranks`, each encoded by its owner: weights after `done` steps."""
-    return Noise(noise_key(seed, done, 0, WIRE), tuple(ranks), tuple(ranks))
+from zpp_lab.collectives.traffic import NOTHING, Traffic
+from zpp_lab.collectives.transport import HostStreams, Link, Streams, Transport, members
+from zpp_lab.config.wires import Wire
 
 
 @dataclass(frozen=True)
@@ -62,11 +56,13 @@ class Row:
         return cls(rows, rows[own : own + 1], padding)
 
 
-class Update:
-    """What one rank keeps of one unit, and its exchanges."""
+class Exchange:
+    """What one rank keeps of one unit, and its exchanges on `wire` with the members of `link`."""
 
     def __init__(
         self,
+        wire: Wire,
+        link: Link,
         plan: UnitPlan,
         transport: Transport,
         ledger: Ledger,
@@ -75,25 +71,26 @@ class Update:
         streams: Streams | None = None,
     ) -> None:
         """streams: of the device, shared by all units."""
-        self.transport, self.ledger, self.clock, self.raw = transport, ledger, clock, plan.raw
+        self.wire, self.link, self.raw = wire, link, plan.raw
+        self.transport, self.ledger, self.clock = transport, ledger, clock
         self.streams: Streams = streams or HostStreams()
         self.filled = False  # whether `start` has put weights in the rows
         self.arrived: Any = None  # a mark behind the last exchange, on whichever stream it ran
         self.follow(plan)
         self.cluster, self.rank = transport.cluster, transport.rank
-        self.node, local = divmod(self.rank, self.cluster.gpus_per_node)
-        self.owners = [n * self.cluster.gpus_per_node + local for n in range(self.cluster.nodes)]
-        dtype = plan.recipe.weights_dtype
+        self.owners = members(self.cluster, link, self.rank)
+        own, dtype = self.owners.index(self.rank), plan.recipe.weights_dtype
         self.kept = {
-            p.name: Row.make(p, self.owners, self.node, dtype, device) for p in plan.unit.parameters
+            p.name: Row.make(p, self.owners, own, dtype, device) for p in plan.unit.parameters
         }
-        self.label = f"{WIRE} of unit {plan.unit.name} (across)"
-        self.transport.reserve("gather", "across", self.raw.nbytes)
+        self.label = f"{wire} of unit {plan.unit.name} ({link})"
+        self.transport.reserve("gather", link, self.raw.nbytes)
 
     def follow(self, plan: UnitPlan) -> None:
         """Send as `plan` says: the first one's, or another phase's of the same unit."""
-        self.plan, self.layout, self.differences = plan, plan.update, plan.recipe.differences
-        self.transport.reserve("gather", "across", self.layout.nbytes)
+        self.plan, self.differences = plan, plan.recipe.differences
+        _, self.layout, self.planned, _ = plan.leg(self.wire)
+        self.transport.reserve("gather", self.link, self.layout.nbytes)
 
     def rows(self) -> list[Tensor]:
         """Rows [N, n] of every parameter of the unit, in its order. The current stream waits for
@@ -129,10 +126,10 @@ class Update:
         self.filled = True
 
     def _spread(self) -> None:
-        """Give this rank's own rows to the other nodes as they are."""
+        """Give this rank's own rows to the other members uncompressed."""
         kept = list(self.kept.values())
         payload = self._empty(self.raw)
-        leg = self.transport.gathering(payload, "across", self.label)
+        leg = self.transport.gathering(payload, self.link, self.label)
         kernels.encode(self.raw, [k.own for k in kept], None, leg.room)
         leg.send()
         kernels.decode(self.raw, payload, [k.rows for k in kept])
@@ -145,12 +142,11 @@ class Update:
         keep the new weights, unless `ok` is false on the device."""
         sent = self._exchange(masters, done, ok, observer)
         self.arrived = self.streams.mark(self.arrived)
-        self.ledger.add(WIRE, sent)
-        planned = update_traffic(self.cluster, self.layout.nbytes)
-        if sent * self.cluster.world != planned:
+        self.ledger.add(self.wire, sent)
+        if sent * self.cluster.world != self.planned:
             raise LedgerError(
-                f"unit {self.plan.unit.name}, {WIRE}: rank {self.rank} sent {tuple(sent)} bytes, "
-                f"planned {tuple(planned)} of all ranks"
+                f"unit {self.plan.unit.name}, {self.wire}: rank {self.rank} sent {tuple(sent)} "
+                f"bytes, planned {tuple(self.planned)} of all ranks"
             )
 
     def _exchange(
@@ -167,12 +163,14 @@ class Update:
         # no copy of fp32 masters where the weights are
         masters = [x.to(own[0].device, torch.float32) for x in masters]
         payload = self._empty(layout)
-        leg = self.transport.gathering(payload, "across", self.label)
-        noise = update_noise(self.clock.seed, done, [self.rank]) if layout.stochastic else None
-        errors = observer.room(WIRE, layout, leg.room) if observer is not None else None
+        leg = self.transport.gathering(payload, self.link, self.label)
+        noise = None
+        if layout.stochastic:
+            noise = Noise.of_owners(self.clock.seed, done, self.wire, [self.rank])
+        errors = observer.room(self.wire, layout, leg.room) if observer is not None else None
         kernels.encode_update(layout, masters, own, differences, noise, leg.room, errors)
         if observer is not None:
-            observer.encoded(WIRE, layout, errors)
+            observer.encoded(self.wire, layout, errors)
         sent = leg.send()
         kernels.decode(layout, payload, [k.rows for k in kept], differences, ok)
         for padding in (p for k in kept for p in k.padding):
@@ -181,7 +179,7 @@ class Update:
 
     def _empty(self, layout: Layout) -> Tensor:
         device = next(iter(self.kept.values())).rows.device
-        shape = (self.cluster.nodes, layout.nbytes)
+        shape = (len(self.owners), layout.nbytes)
         return torch.empty(shape, dtype=torch.uint8, device=device)
 
 
