@@ -217,11 +217,9 @@ class UnitPlan:
     def legs(self, use: StepUse | None = None) -> list[Leg]:
         """Return what a step that ran as `use` says sends; without it, what each collective
         sends."""
-        name, trainable = self.unit.name, self.unit.trainable
-        gathers, reduced = (1, 1), (trainable,)
-        if use is not None:
-            gathers, reduced = self.gathers(use.passes), use.reduced.get(name, ())
-        legs = self.gather_legs(*gathers)
+        trainable = self.unit.trainable
+        reduced = use.reduced.get(self.unit.name, ()) if use else (trainable,)
+        legs = self.gather_legs(*self.gathers(use.passes) if use else (1, 1))
         for i, present in enumerate(reduced, 1):
             legs += self.reduce_legs(trainable & present, i == len(reduced))
         if self.recipe.kept:
