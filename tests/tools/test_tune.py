@@ -21,7 +21,7 @@ from zpp_lab.config.schema import ClusterConfig, RecipeConfig
 from zpp_lab.runs.checkpoint.read import newest
 from zpp_lab.tools.evaluate import Bench
 from zpp_lab.tools.export.wire import WireWeights
-from zpp_lab.tools.tune import Choice, Class, floored, page, spend, tune
+from zpp_lab.tools.tune import Choice, Class, floored, spend, summary, tune
 
 
 @st.composite
@@ -70,7 +70,6 @@ def test_the_recipe_sends_what_was_chosen(trained: Path, tmp_path: Path) -> None
     assert nbytes == round(tuned.bits * tuned.numel / 8) <= tuned.budget
     raw = {n for n, codec in codecs.items() if not hasattr(codec, "block_size")}
     assert raw == {n for n in codecs if any(word in n for word in ("norm", "embed", "w_down"))}
-    assert out.with_suffix(".md").read_text().count("`layers.*.attention.wq.weight`") >= 1
 
 
 def test_a_recipe_is_found_where_tune_has_written_it(
@@ -95,7 +94,8 @@ def test_a_recipe_is_found_where_tune_has_written_it(
 def test_levels_for_normal_numbers_are_among_the_choices(trained: Path) -> None:
     tuned = tune(trained, 4, among=(2,), blocks=(64,))
     assert "normal" in {choice.codec.codec for choice in tuned.chosen.values()}
-    assert "normal levels" in page(tuned, trained)
+    assert any("normal levels" in choice.text for choice in tuned.chosen.values())
+    assert f"{tuned.bits:.3f} bits" in summary(tuned)
 
 
 def test_more_bytes_never_cost_more(trained: Path) -> None:

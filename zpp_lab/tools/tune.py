@@ -9,8 +9,8 @@ choices of least cost within the budget, exactly: classes are few, so all bundle
 beats in both bytes and cost are kept (a knapsack, as L-GreCo has for layers' ranks: Markov et al.
 2022, arXiv:2210.17357).
 
-What rounding afterwards costs is a stand-in for what training with such gathers costs: the recipe
-is a proposal until a study has tried it beside the uniform one, and the page says so.
+Rounding a trained model stands in for training with such gathers: the recipe is a proposal until a
+study has compared it with the uniform one.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Tuned:
     """Of each class its choice; `uniform`: all classes with one codec, the best that the budget
     allows, None where it allows none."""
 
-    recipe: RecipeConfig
+    settings: dict[str, Any]  # of the recipe
     chosen: dict[str, Choice]
     classes: tuple[Class, ...]
     budget: int  # bytes
@@ -92,6 +92,10 @@ class Tuned:
     uniform: tuple[Choice, ...] | None
     loss: float  # of the masters
     tokens: int
+
+    @property
+    def recipe(self) -> RecipeConfig:
+        return load(RecipeConfig, self.settings)
 
     @property
     def cost(self) -> float:
@@ -126,10 +130,10 @@ def tune(
     tokens: int | None = None,
     device: str = "auto",
 ) -> Tuned:
-    """The recipe of least expected gap that sends at most `bits` a quantized weight on average,
-    scales and filling included, from the newest weights of `run`. Of each choice it takes the best
-    of symmetric and asymmetric codes and, up to 4 bits, of `normal` ones, with scales in fp32 or
-    bf16.
+    """Return the recipe of least expected gap that sends at most `bits` a quantized weight on
+    average, scales and filling included, from the newest weights of `run`. Of each choice it takes
+    the best of symmetric and asymmetric codes and, up to 4 bits, of `normal` ones, with scales in
+    fp32 or bf16.
 
     among, blocks: bits and block sizes to choose from. tokens: held-out tokens to measure on, in
     place of the run's train.eval_tokens. What the run's recipe exempts stays raw. ValueError for
@@ -189,12 +193,12 @@ def tune(
     chosen = spend([c.choices for c in classes], budget)
     assert chosen is not None, "the smallest choices are within the budget"
     picked = {c.pattern: choice for c, choice in zip(classes, chosen, strict=True)}
-    recipe = _recipe(name, config, classes, picked)
-    _check(recipe, config, saved.shapes, classes, picked)
+    settings = _recipe(name, config, classes, picked)
+    _check(load(RecipeConfig, settings), config, saved.shapes, classes, picked)
     alike = [tuple(options) for options in zip(*(c.choices for c in classes), strict=True)]
     within = [u for u in alike if sum(c.nbytes for c in u) <= budget]
     uniform = min(within, key=lambda u: sum(c.cost for c in u)) if within else None
-    return Tuned(recipe, picked, tuple(classes), budget, numel, uniform, loss, bench.count)
+    return Tuned(settings, picked, tuple(classes), budget, numel, uniform, loss, bench.count)
 
 
 def _check_budget(
@@ -214,8 +218,8 @@ def _check_budget(
 
 
 def spend(choices: Sequence[Sequence[Choice]], budget: int) -> list[Choice] | None:
-    """One of each class's choices: those of least cost that take at most `budget` bytes together;
-    of equal cost the smallest. None where not even the smallest fit."""
+    """Return one of each class's choices: those of least cost that take at most `budget` bytes
+    together; of equal cost the smallest. None where not even the smallest fit."""
     spare = [min(c.nbytes for c in own) for own in choices]
     left = sum(spare)
     best: list[tuple[int, float, tuple[Choice, ...]]] = [(0, 0.0, ())]
@@ -262,9 +266,9 @@ def _nbytes(wire: WireWeights, names: Sequence[str]) -> int:
 
 def _recipe(
     name: str, config: Config, classes: Sequence[Class], chosen: Mapping[str, Choice]
-) -> RecipeConfig:
-    """The choice that most weights have for all, and a rule for each class with another one. What
-    the run's recipe exempts, by rules too, stays exempt."""
+) -> dict[str, Any]:
+    """Return the recipe's settings: the choice that most weights have for all, and a rule for each
+    class with another one. What the run's recipe exempts, by rules too, stays exempt."""
     held: dict[CodecConfig, int] = {}
     for c in classes:
         codec = chosen[c.pattern].codec
@@ -276,15 +280,15 @@ def _recipe(
         if c.codec != common
     ]
     rules += [_exempting(r) for r in config.recipe.rules if r.exempt and r.holds_on(FORWARD)]
+    settings: dict[str, Any] = {"name": name, "weights": _given(common)}
     exempt = config.recipe.exempt
-    given = {"max_ndim": exempt.max_ndim, "names": exempt.names, "below_numel": exempt.below_numel}
-    values = {
-        "name": name,
-        "weights": _given(common),
-        "rules": rules,
-        **({} if exempt == type(exempt)() else {"exempt": given}),
-    }
-    return load(RecipeConfig, values)
+    if exempt != type(exempt)():
+        settings["exempt"] = {
+            "max_ndim": exempt.max_ndim,
+            "names": list(exempt.names),
+            "below_numel": exempt.below_numel,
+        }
+    return settings | {"rules": rules}
 
 
 def _exempting(rule: RuleConfig) -> dict[str, Any]:
@@ -324,25 +328,10 @@ def _check(
 
 
 def recipe_text(tuned: Tuned, source: Path) -> str:
-    """A file of conf/recipe/."""
-    recipe = tuned.recipe
-    values: dict[str, Any] = {"name": recipe.name, "weights": _given(recipe.weights)}
-    if recipe.exempt != type(recipe.exempt)():
-        values["exempt"] = {
-            "max_ndim": recipe.exempt.max_ndim,
-            "names": list(recipe.exempt.names),
-            "below_numel": recipe.exempt.below_numel,
-        }
-    values["rules"] = [
-        _exempting(r) if r.exempt else {"name": r.name, "wires": r.wires, "set": _given(r.set)}
-        for r in recipe.rules
-    ]
-    head = (
-        f"# Weights of {tuned.bits:.2f} bits on average, scales included, by class{_WRITTEN}"
-        f"{source}\n"
-    )
-    text: str = yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=100)
-    return head + text
+    """Return a file of conf/recipe/."""
+    head = f"# Weights of {tuned.bits:.2f} bits on average, scales included, by class"
+    text = yaml.safe_dump(tuned.settings, sort_keys=False, default_flow_style=None, width=100)
+    return f"{head}{_WRITTEN}{source}\n{text}"
 
 
 def _given(codec: CodecConfig) -> dict[str, Any]:
@@ -350,8 +339,8 @@ def _given(codec: CodecConfig) -> dict[str, Any]:
 
 
 def floored(classes: list[Class]) -> list[Class]:
-    """A class of which no rise was seen may cost less than the noise, not nothing: it counts as the
-    least sensitive of the others."""
+    """Return a class of which no rise was seen may cost less than the noise, not nothing: it counts
+    as the least sensitive of the others."""
     least = min((c.slope for c in classes if c.slope), default=0.0)
 
     def least_of(c: Class) -> Class:
@@ -361,60 +350,27 @@ def floored(classes: list[Class]) -> list[Class]:
     return [c if c.slope else least_of(c) for c in classes]
 
 
-def _title(name: str) -> str:
-    return f"# {name}: bits by class of weights"
-
-
-def page(tuned: Tuned, source: Path) -> str:
-    """What was chosen and why, as Markdown."""
-    ratio = tuned.ratio
-    lines = [
-        _title(tuned.recipe.name),
-        "",
-        f"Weights are sent with {tuned.bits:.3f} bits on average, scales and padding included (at "
-        f"most {8 * tuned.budget / tuned.numel:.3f} were allowed).",
-    ]
-    if tuned.uniform is None:
-        lines.append("No one codec for all classes fits this budget.")
-    elif ratio is not None:
-        lines.append(
-            f"Of the recipes with one codec for all classes, the best within the same bytes has "
-            f"{tuned.uniform[0].text}. The gap is expected at {ratio:.2f} times that one's."
-        )
-    lines += [
-        "",
-        "| class | weights | loss with 4 bits | with 3 bits | nats for a unit of NMSE | chosen | "
-        "NMSE | share of the expected cost |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def summary(tuned: Tuned) -> str:
+    """Return what was chosen for each class, and why, for a terminal."""
+    heads = ["class", "chosen", "weights", "rise, 4 bits", "3 bits", "nats/NMSE", "share of cost"]
+    rows = []
     for c in sorted(tuned.classes, key=lambda c: -c.slope):
         choice = tuned.chosen[c.pattern]
         share = choice.cost / tuned.cost if tuned.cost else 0.0
-        four, three = (f"{rise:+.5f}" for rise in c.rises)
+        numbers = [f"{c.numel:,}", *(f"{rise:+.5f}" for rise in c.rises), f"{c.slope:.4f}"]
+        rows.append([c.pattern, choice.text, *numbers, f"{share:.0%}"])
+    lines = [text_table(heads, rows, left=2), ""]
+    lines.append(
+        f"{tuned.bits:.3f} bits a weight, by losses on {tuned.tokens:,} held-out tokens (with "
+        f"uncompressed weights: {tuned.loss:.5f})"
+    )
+    if tuned.unseen:
+        lines.append(f"no measurable rise for {', '.join(tuned.unseen)}: measure on more --tokens")
+    elif tuned.uniform is not None and tuned.ratio is not None:
         lines.append(
-            f"| `{c.pattern}` | {c.numel:,} | {four} | {three} | {c.slope:.3f} | {choice.text} | "
-            f"{choice.nmse:.1e} | {share:.0%} |"
+            f"expected gap: {tuned.ratio:.2f} × that of the best uniform recipe of as many bytes, "
+            f"{tuned.uniform[0].text}; a study with both shows the gap"
         )
-    unseen = [f"`{pattern}`" for pattern in tuned.unseen]
-    lines += [
-        "",
-        f"How: the weights of `{source}` were rounded, a class at a time, and the loss measured "
-        f"on {tuned.tokens:,} held-out tokens (with all weights whole: {tuned.loss:.5f}). A "
-        "class's rises, divided by its errors, give what an error there costs. A choice costs "
-        "that times its own error. The choices with the least sum that fit the bytes are taken.",
-    ]
-    if unseen:
-        lines.append(
-            f"The loss showed no measurable rise for {', '.join(unseen)}, so they are treated "
-            "like the least sensitive of the others: measure on more tokens (--tokens) before "
-            "trusting that."
-        )
-    lines += [
-        "",
-        "Limits: rounding a trained model stands in for training with such gathers. Only a study "
-        "with this recipe and the uniform one shows the gap.",
-        "",
-    ]
     return "\n".join(lines)
 
 
@@ -427,11 +383,9 @@ def tune_command(
     device: str,
     out: Path,
 ) -> int:
-    """`zpp-lab tune`: a recipe, and a page beside it."""
+    """Run `zpp-lab tune`: print the choices and write the recipe."""
     if out.suffix != ".yaml":
         raise ValueError(f"--out {out}: use a file that ends with .yaml, as in conf/recipe")
-    beside = out.with_suffix(".md")
-    check_own(f"--out {out}:", beside, _title(out.stem))
     check_own("--out", out, _WRITTEN)
     folder, used = out.parent.resolve(), f"zpp_lab.shard(model, {str(out)!r})"
     if folder.name == "recipe":
@@ -447,16 +401,7 @@ def tune_command(
     tuned = tune(run, bits, out.stem, among, blocks, tokens, device)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, recipe_text(tuned, run))
-    write_atomic(beside, page(tuned, run))
-    rows = [
-        [c.pattern, tuned.chosen[c.pattern].text, f"{c.numel:,}", f"{c.slope:.4f}"]
-        for c in tuned.classes
-    ]
-    print(text_table(["class", "chosen", "weights", "nats for a unit of NMSE"], rows, left=2))
-    expected = None if tuned.unseen else tuned.ratio
-    if tuned.unseen:
-        print(f"\nno measurable rise for {', '.join(tuned.unseen)}: measure on more --tokens")
-    told = "" if expected is None else f"; expected gap: {expected:.2f} × the best uniform one's"
-    print(f"\n{tuned.bits:.3f} bits a weight{told}\nwritten: {out}, {beside}")
+    print(summary(tuned))
+    print(f"written: {out}")
     print(f"to train with it: {used}")
     return 0
