@@ -18,7 +18,7 @@ CONFIG_DIR = "your own files in addition to conf/, such as DIR/recipe/mine.yaml 
 
 
 def names_of(group: str, plural: str) -> str:
-    """The names of a group of conf/ for a command's help, those to begin with first."""
+    """Return the names of a group of conf/ for a command's help, those to begin with first."""
     text = f"{plural}: {listed_names(group, conf_names(group))}"
     return textwrap.fill(text, 90, break_on_hyphens=False)
 
@@ -61,7 +61,7 @@ def takes_settings(command: argparse.ArgumentParser) -> None:
 
 
 def check_words(args: argparse.Namespace, rest: list[str]) -> list[str]:
-    """The words that the call gets: settings or none. ValueError for what nobody understands."""
+    """Return the words that the call gets: settings or none. ValueError for others."""
     if args.passes_on:
         return rest
     for word in rest:

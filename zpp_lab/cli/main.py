@@ -36,7 +36,7 @@ _REFUSING = ("strict", "surrogateescape", "backslashreplace")  # Python's own; t
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console script. Returns the exit code; a user's mistake is 2 with one clear message."""
+    """Run the console script; return its exit code, 2 with one message for a mistake."""
     _print_every_sign()
     words = list(sys.argv[1:] if argv is None else argv)
     parser, add = _parser()

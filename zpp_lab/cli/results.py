@@ -136,10 +136,7 @@ def _show_speed(path: Path, predict: Predict | None) -> None:
 
 
 def _show(
-    root: Path,
-    study: StudyConfig | None,
-    speed: Path | None = None,
-    predict: Predict | None = None,
+    root: Path, study: StudyConfig | None, speed: Path | None = None, predict: Predict | None = None
 ) -> None:
     """Build the report of the runs below `root` and print its table."""
     from zpp_lab.study import build_report  # loads the charting libraries: after the runs
@@ -154,7 +151,7 @@ def _writing() -> None:
 
 
 def finish(root: Path, study: StudyConfig) -> None:
-    """The report, here and in wandb. Runs that ended well do not fail for want of a chart."""
+    """Write the report, here and in wandb. Runs that ended well do not fail for want of a chart."""
     try:
         _show(root, study)
     except ModuleNotFoundError as error:
@@ -167,7 +164,7 @@ def finish(root: Path, study: StudyConfig) -> None:
 
 
 def report_advice(error: ModuleNotFoundError, then: str) -> str:
-    """What to do where a package of the report is absent. Any other absence is a fault of ours."""
+    """Say which package of the report to install. Any other missing module is our fault."""
     if error.name not in REPORT_PACKAGES:
         raise error
     return (

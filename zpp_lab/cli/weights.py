@@ -89,10 +89,7 @@ def _add_evaluate(add: Add) -> None:
         help="runs: also measure them rounded with this codec, such as bits=4; repeatable",
     )
     losses.add_argument(
-        "--tokens",
-        type=whole(1),
-        metavar="N",
-        help="held-out tokens (default: the run's)",
+        "--tokens", type=whole(1), metavar="N", help="held-out tokens (default: the run's)"
     )
     losses.add_argument(
         "--dtype",

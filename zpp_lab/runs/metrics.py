@@ -30,7 +30,7 @@ _MARKS = (b'NaN"', b'Infinity"')  # a line without them, as nearly all, needs no
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON text, NaN and infinities spelled out. TypeError for what is no plain JSON value."""
+    """Return JSON text, NaN and infinities spelled out. TypeError for other objects."""
     separators = (",", ":") if indent is None else None
     try:
         return json.dumps(value, allow_nan=False, indent=indent, separators=separators)
@@ -39,15 +39,15 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def from_json(text: bytes | str) -> Any:
-    """The value that `to_json` wrote. ValueError when it is no JSON."""
+    """Return the value that `to_json` wrote. ValueError when it is no JSON."""
     value = json.loads(text)
     raw = text if isinstance(text, bytes) else text.encode()
     return _unspell(value) if any(mark in raw for mark in _MARKS) else value
 
 
 def read_object(path: Path) -> Record:
-    """The JSON object in a file that `to_json` wrote. FileNotFoundError, or ValueError that names a
-    damaged file and the way out."""
+    """Return the JSON object in a file that `to_json` wrote. FileNotFoundError, or ValueError that
+    names a damaged file and the way out."""
     try:
         return decode(path.read_bytes())
     except ValueError as error:
@@ -55,12 +55,12 @@ def read_object(path: Path) -> Record:
 
 
 def encode(record: Record) -> bytes:
-    """The record's line, with its newline."""
+    """Return the record's line, with its newline."""
     return to_json(record).encode() + b"\n"
 
 
 def decode(line: bytes | str) -> Record:
-    """The record of one line. ValueError when the line is no JSON object."""
+    """Return the record of one line. ValueError when the line is no JSON object."""
     record = from_json(line)
     if not isinstance(record, dict):
         raise ValueError(f"not a JSON object: {line[:80]!r}")
@@ -86,12 +86,12 @@ def _unspell(value: Any) -> Any:
 
 
 def unmeasured(record: Record) -> Record:
-    """What a repeat of the step shares with it, to the bit."""
+    """Return what a repeat of the step shares with it, to the bit."""
     return {key: value for key, value in record.items() if key not in MEASURED}
 
 
 def read(path: Path | str) -> list[Record]:
-    """All records of a metrics file; a missing file has none.
+    """Return all records of a metrics file; a missing file has none.
 
     A torn last line, which a killed run leaves behind, is passed over. A broken
     line anywhere else is a ValueError that names it, and so is a step that does
@@ -121,7 +121,7 @@ def _lines(path: Path, dense: bool = False) -> Iterator[tuple[bytes, Record]]:
 
 
 def out_of_order(record: Record, last: int, dense: bool = False) -> str:
-    """Why a record cannot follow step `last`; "" where it can."""
+    """Return why a record cannot follow step `last`; "" where it can."""
     step = record.get("step")
     if type(step) is int and (step == last + 1 or (step > last and not dense)):
         return ""
@@ -202,7 +202,7 @@ class Tail:
         self._inode = -1
 
     def new(self) -> list[Record]:
-        """The records that came since the last call. A file that was rewritten is read anew."""
+        """Return the records since the last call, all of them where the file was rewritten."""
         try:
             with open(self.path, "rb") as file:
                 self._follow(os.fstat(file.fileno()))

@@ -60,7 +60,7 @@ def _from(step: int, commit: str | None) -> dict[str, Any]:
 
 
 def machine_facts() -> dict[str, Any]:
-    """CPU model, usable cores, memory in bytes, GPU names and operating system."""
+    """Return CPU model, usable cores, memory in bytes, GPU names and operating system."""
     return {
         "cpu": cpu_model(),
         "cores": cores(),
@@ -71,7 +71,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, torch and zpp_lab; None for what is not installed as a package."""
+    """Return versions of Python, torch and zpp_lab; None for what is not installed as a package."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("torch", "zpp_lab"):
         try:
@@ -93,7 +93,7 @@ def cpu_model() -> str:
 
 
 def cores() -> int:
-    """Cores that this process may use: its affinity, and the container's share of time."""
+    """Count the cores that this process may use: its affinity, and the container's quota."""
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
     quota, _, period = _cgroup("cpu.max").partition(" ")
@@ -103,14 +103,14 @@ def cores() -> int:
 
 
 def memory_bytes() -> int:
-    """Memory of the machine, or of the container when that is less."""
+    """Return memory of the machine, or of the container when that is less."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _cgroup("memory.max")
     return min(total, int(limit)) if limit.isdigit() else total
 
 
 def oom_kills() -> int:
-    """Processes of this container that the kernel has killed for lack of memory so far."""
+    """Count this container's processes that the kernel killed for lack of memory so far."""
     lines = dict(line.split() for line in _cgroup("memory.events").splitlines())
     return int(lines.get("oom_kill", 0))
 
@@ -124,7 +124,7 @@ def _cgroup(name: str) -> str:
 
 
 def gpus() -> list[str]:
-    """Names of the GPUs: from torch when it is loaded already, else from the driver's tool."""
+    """Return the GPUs' names: from torch when it is loaded, else from the driver's tool."""
     torch = sys.modules.get("torch")
     if torch is not None:
         count = torch.cuda.device_count()
@@ -137,7 +137,8 @@ def gpus() -> list[str]:
 
 @functools.cache
 def commit(package: Path = PACKAGE) -> str | None:
-    """The git commit that the package is checked out from, with "-dirty" when it was changed.
+    """Return the git commit that the package is checked out from, with "-dirty" when it was
+    changed.
 
     Of a package that no checkout has (a copy without its .git, an installed one, even inside
     another project's checkout) what ZPP_COMMIT says, else what its wheel was built at, else None.
@@ -158,13 +159,13 @@ def commit(package: Path = PACKAGE) -> str | None:
 
 
 def check_commit() -> None:
-    """ValueError when results would name what is no commit; asks git only if there is need."""
+    """Raise ValueError when ZPP_COMMIT is not a commit; asks git only if it is set."""
     if COMMIT in os.environ:
         commit()
 
 
 def version_text() -> str:
-    """Version, commit and torch's version, as `zpp-lab --version` prints them."""
+    """Return version, commit and torch's version, as `zpp-lab --version` prints them."""
     found, at = versions(), commit()
     own = (found["zpp_lab"] or "(not installed)") + (f", commit {at}" if at else "")
     return f"zpp_lab {own}, torch {found['torch'] or '(not installed)'}"
@@ -184,7 +185,7 @@ def _told_commit(built: Path) -> str | None:
 
 
 def output(command: list[str]) -> str | None:
-    """What a command prints, None when it fails."""
+    """Return what a command prints, None when it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

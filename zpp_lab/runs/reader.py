@@ -59,7 +59,7 @@ _TAIL = 65536  # bytes of metrics.jsonl in which its last line most likely lies
 
 
 def state(run: Run | None) -> str:
-    """finished, running, stopped, diverged, crashed, out of memory or not started.
+    """Return finished, running, stopped, diverged, crashed, out of memory or not started.
 
     stopped: it began, and left neither a summary nor a failure of its own: Ctrl-C, SIGTERM, --for,
     or whatever else ended its process.
@@ -72,14 +72,14 @@ def state(run: Run | None) -> str:
 
 
 def reached(run: Run) -> str:
-    """How far a run came: "after step 120 of 300", or "before step 1"."""
+    """Return how far a run came: "after step 120 of 300", or "before step 1"."""
     if run.step == 0:
         return "before step 1" + (f" of {run.steps}" if run.steps is not None else "")
     return f"after step {run.step}" + (f" of {run.steps}" if run.steps is not None else "")
 
 
 def cause(run: Run | None) -> str:
-    """The first line of what a run that failed has said; "" for others."""
+    """Return the first line of what a run that failed has said; "" for others."""
     if run is None or run.running or state(run) == "stopped":
         return ""
     if run.failure is not None:
@@ -89,8 +89,8 @@ def cause(run: Run | None) -> str:
 
 
 def told(run: Run | None, several: bool = False) -> str:
-    """A predicate for a run that has not finished, or for several alike: "crashed after step 3 of
-    12 (it broke)"."""
+    """Return a predicate for a run that has not finished, or for several alike: "crashed after step
+    3 of 12 (it broke)"."""
     name, why = state(run), cause(run)
     said = _PREDICATES.get(name, (name, name))[several]
     if run is None:
@@ -99,13 +99,13 @@ def told(run: Run | None, several: bool = False) -> str:
 
 
 def failures(runs: Sequence[Run]) -> str:
-    """How the failed runs of an arm ended, without their causes."""
+    """Return how the failed runs of an arm ended, without their causes."""
     ends = dict.fromkeys(f"{state(run)} {reached(run)}" for run in runs)
     return ", ".join(ends if len(ends) < 3 else dict.fromkeys(map(state, runs)))
 
 
 def standing(runs: Mapping[int, Run], seeds: Sequence[int]) -> str:
-    """How far an arm has come that has begun and of which no run has finished."""
+    """Return how far an arm has come that has begun and of which no run has finished."""
     planned = {*seeds, *runs}
     furthest = max(runs.values(), key=lambda run: run.step)
     if len(planned) == 1:
@@ -193,7 +193,8 @@ class Run:
         return ((self.summary or {}).get("data") or {}).get("hash")
 
     def bytes_per_step(self, hop: str | None = None) -> float | None:
-        """Mean bytes of a step over all wires and ranks; `hop` is intra, inter or None (both).
+        """Return mean bytes of a step over all wires and ranks; `hop` is intra, inter or None
+        (both).
 
         None when it is unknown."""
         if self.summary is None or not self.summary["bytes"]:  # {}: the engine cannot tell
@@ -204,8 +205,8 @@ class Run:
 
 
 def find_runs(root: Path) -> list[Run]:
-    """Every run folder at or below `root`, sorted by path; one that was refused before it began
-    (failure.json alone, nothing that tells a seed) is left out."""
+    """Return every run folder at or below `root`, sorted by path; one that was refused before it
+    began (failure.json alone, nothing that tells a seed) is left out."""
     return [read_run(folder) for folder in _run_folders(root) if _began(folder)]
 
 
@@ -215,7 +216,7 @@ def _began(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> Run:
-    """One run folder; a file that cannot be read is a ValueError that names it."""
+    """Return one run folder; a file that cannot be read is a ValueError that names it."""
     running = held(folder)  # asked first: a run that ends meanwhile has finished, not stopped
     config = _or_none(read_yaml, folder / CONFIG) or {}
     summary = _or_none(read_summary, folder / SUMMARY)
@@ -240,7 +241,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl in step order; [] when there is none.
+    """Return the lines of metrics.jsonl in step order; [] when there is none.
 
     A last line that a kill cut short is left out; any other broken line is a ValueError, and so is
     one without its loss, or with a step that does not follow those before it.
@@ -275,8 +276,8 @@ def _read_at_once(path: Path) -> list[dict[str, Any]] | None:
 
 
 def last_record(folder: Path) -> dict[str, Any] | None:
-    """The last whole line of metrics.jsonl, read from its end (None: none yet); for progress and
-    for how far a run came only."""
+    """Return the last whole line of metrics.jsonl, read from its end (None: none yet); for progress
+    and for how far a run came only."""
     try:
         with open(folder / METRICS, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -292,18 +293,18 @@ def last_record(folder: Path) -> dict[str, Any] | None:
 
 
 def last_step(folder: Path) -> int:
-    """The step of `last_record`, 0 when there is none."""
+    """Return the step of `last_record`, 0 when there is none."""
     return int((last_record(folder) or {}).get("step", 0))
 
 
 def queued_at(folder: Path) -> int | None:
-    """The step after which the run's Slurm job was last queued again; None where it never was."""
+    """Return the step at which the run's Slurm job was last queued again; None if never."""
     path = folder / QUEUED
     return int(path.read_text()) if path.is_file() else None
 
 
 def read_study(root: Path) -> StudyConfig | None:
-    """The study that `root` was run as, or None for a folder of plain runs."""
+    """Return the study that `root` was run as, or None for a folder of plain runs."""
     path = root / STUDY_FILE
     values = _or_none(read_yaml, path)
     try:
@@ -337,7 +338,7 @@ def _seed_of(name: str) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A file of a run folder; None when there is none, ValueError when it is broken."""
+    """Return a file of a run folder; None when there is none, ValueError when it is broken."""
     return _or_none(read_object, path)
 
 

@@ -24,7 +24,7 @@ Counts = tuple[Sequence[float], Sequence[float]]  # of a histogram, with its edg
 
 
 def check_installed() -> None:
-    """ValueError where the package is absent."""
+    """Raise ValueError where the package is absent."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ValueError(
             "tracking.tensorboard=true needs the tensorboard package: run "
@@ -51,7 +51,7 @@ class EventFiles:
         self._write_gaps()
 
     def close(self, outcome: Mapping[str, Any] | None = None) -> None:
-        """`outcome` as wandb's run has it, below final/."""
+        """End the files with `outcome` as wandb's run has it, below final/."""
         self._write_gaps()
         if outcome is not None:
             last = {**results(outcome, counted=_same), **outcome_values(outcome, self._found())}

@@ -169,7 +169,7 @@ class ConsoleLog:
             self.keep(line)
 
     def close(self) -> None:
-        """stdout and stderr are again what they were, if nobody else has changed them since."""
+        """Restore stdout and stderr, if nobody else has changed them since."""
         for name, own in zip(("stdout", "stderr"), self._own, strict=True):
             if getattr(sys, name) is own:
                 setattr(sys, name, own.stream)
@@ -304,7 +304,7 @@ class Tracker:
             self._guard("wandb", partial(self._sink.end, seconds))
 
     def pause(self) -> None:
-        """The run stops here for now, without a summary or a failure; another start goes on."""
+        """Stop the run here for now, without a summary or a failure; another start goes on."""
         self._metrics.sync()
         self._close()
 

@@ -124,7 +124,7 @@ def _frame(rows: list[dict[str, Any]], numbers: Sequence[str]) -> DataFrame:
 
 
 def load(folder: str | Path) -> Loaded:
-    """The runs in and below `folder` (of a run, a study or a sweep) as DataFrames.
+    """Return the runs in and below `folder` (of a run, a study or a sweep) as DataFrames.
 
         found = zpp_lab.load("runs/first")
         found.runs      # one row a run: losses, bytes of each wire, every setting

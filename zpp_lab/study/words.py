@@ -19,12 +19,12 @@ P_VALUE_COLUMNS = (
 
 
 def gap_text(arm: ArmResult) -> str:
-    """Mean gap ± half of the interval that decides, in nats."""
+    """Return mean gap ± half of the interval that decides, in nats."""
     return gap_cell(None if arm.verdict == "baseline" else arm.gap)
 
 
 def gap_cell(gap: Gap | None) -> str:
-    """The same of a gap that need not be an arm's."""
+    """Return the same of a gap that need not be an arm's."""
     if gap is None:
         return NOTHING
     if gap.shown is None:
@@ -34,14 +34,14 @@ def gap_cell(gap: Gap | None) -> str:
 
 
 def margin_nats(result: StudyResult) -> str:
-    """The margin in nats; the smallest and the largest where baselines differ."""
+    """Return the margin in nats; the smallest and the largest where baselines differ."""
     margins = sorted(f"{arm.margin:.4f}" for arm in result.arms if arm.margin is not None)
     ends = dict.fromkeys((margins[0], margins[-1]))
     return " to ".join(f"±{end}" for end in ends) + " nats"
 
 
 def signed(value: float) -> str:
-    """A gap in nats with its sign, 0 without one."""
+    """Return a gap in nats with its sign, 0 without one."""
     text = f"{value:+.4f}"
     return text[1:] if float(text) == 0 else text.replace("-", "−")
 
@@ -52,19 +52,19 @@ def number(value: float | None, spec: str) -> str:
 
 
 def percent(fraction: float | None) -> str:
-    """0.126 → "12.6%"; whole percents from 100 on."""
+    """Return 0.126 → "12.6%"; whole percents from 100 on."""
     if fraction is None:
         return NOTHING
     return f"{fraction:.0%}" if fraction >= 0.9995 else f"{fraction:.1%}"
 
 
 def nats(noise: float) -> str:
-    """The width of a noise band, which may be tiny."""
+    """Return the width of a noise band, which may be tiny."""
     return f"{noise:.4f}" if noise >= 1e-4 else f"{noise:.1e}"
 
 
 def p_value_rows(result: StudyResult) -> list[list[str]]:
-    """The p-values behind the verdicts, P_VALUE_COLUMNS as text; one row an arm but baselines."""
+    """Return p-values as text, P_VALUE_COLUMNS, one row an arm that is no baseline."""
     return [
         [
             arm.name,

@@ -74,7 +74,7 @@ def checks() -> list[Check]:
 
 
 def table(rows: list[Check]) -> str:
-    """The rows in columns, each fix on a line of its own below its row."""
+    """Return the rows in columns, each fix on a line of its own below its row."""
     width = max(len(row.name) for row in rows)
     lines = []
     for row in rows:
@@ -103,7 +103,7 @@ def zpp_lab() -> Check:
 
 
 def packages() -> Check:
-    """What every run needs, torch aside."""
+    """Return what every run needs, torch aside."""
     lacking = missing([line for line in requirements() if line.name != "torch"])
     if not lacking:
         return Check("packages", "ok", "all required packages are installed")
@@ -123,7 +123,7 @@ def torch() -> Check:
 
 
 def bytecode() -> Check:
-    """Of torch, the largest import. Without it every process compiles torch again, for seconds."""
+    """Look for torch's bytecode. Without it every process compiles torch again, for seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return Check("bytecode", "absent", "no torch", "install torch")
@@ -186,7 +186,7 @@ def cutlass() -> Check:
 
 
 def kernels() -> Check:
-    """Which library of the CUDA kernels serves: a wheel's, the cache's, or one yet to be built."""
+    """Return which library of CUDA kernels serves: a wheel's, the cache's, or a later build."""
     library = _torch()
     if library is None:
         return Check("kernels", "absent", "no torch", "install torch")
@@ -203,7 +203,7 @@ def kernels() -> Check:
 
 
 def compiler() -> Check:
-    """What engine.compile=true needs: torch writes C++ for the CPU and Triton for a GPU."""
+    """Return what engine.compile=true needs: torch writes C++ for the CPU and Triton for a GPU."""
     name = os.environ.get("CXX", "g++")
     path, library = shutil.which(name), _torch()
     if path is None:
@@ -230,7 +230,7 @@ def distributed() -> Check:
 
 
 def peer_memory() -> Check:
-    """What engine.transport=peer needs of one host: GPUs that read each other's memory."""
+    """Return what engine.transport=peer needs of one host: GPUs that read each other's memory."""
     library = _torch()
     count = library.cuda.device_count() if library is not None else 0
     fix = "not needed: engine.transport=auto uses process groups then"
@@ -248,7 +248,7 @@ def peer_memory() -> Check:
 
 
 def emulated_nodes() -> Check:
-    """What `bench step` and `emulate` need for several nodes on one host."""
+    """Return what `bench step` and `emulate` need for several nodes on one host."""
     from zpp_lab.tools.links.network import Tools
     from zpp_lab.tools.links.nodes import EmulatedNodes
     from zpp_lab.train.launch.processes import EmulationError
@@ -263,7 +263,7 @@ def emulated_nodes() -> Check:
 
 
 def shared_gpus() -> Check:
-    """What nodes need that share one host's GPUs."""
+    """Return what nodes need that share one host's GPUs."""
     from zpp_lab.train.launch.mps import CONTROL, find_control
     from zpp_lab.train.launch.processes import EmulationError
 
@@ -277,7 +277,7 @@ def shared_gpus() -> Check:
 
 
 def deepspeed() -> Check:
-    """What engine=deepspeed needs, without importing it: that takes seconds."""
+    """Return what engine=deepspeed needs, without importing it: that takes seconds."""
     version = _version("deepspeed")
     if version is None:
         fix = f"{install('deepspeed')}; only engine=deepspeed needs it"
@@ -299,7 +299,7 @@ def wandb() -> Check:
 
 
 def extras() -> list[Check]:
-    """One row for each optional group of packages."""
+    """Return one row for each optional group of packages."""
     rows = []
     for extra in sorted(_groups()):
         lacking = missing(requirements(extra))
@@ -310,20 +310,20 @@ def extras() -> list[Check]:
 
 
 def install(extra: str = "") -> str:
-    """The command that installs the package's requirements."""
+    """Return the command that installs the package's requirements."""
     what = f"[{extra}]" if extra else ""
     return f"pip install -e '.{what}'" if PROJECT.is_file() else f"pip install 'zpp_lab{what}'"
 
 
 def requirements(extra: str | None = None) -> list[Requirement]:
-    """What the package declares to need, always or for one extra, on this Python."""
+    """Return what the package declares to need, always or for one extra, on this Python."""
     lines = _groups()[extra] if extra else _declared()[0]
     parsed = [Requirement(line) for line in lines]
     return [line for line in parsed if line.marker is None or line.marker.evaluate({"extra": ""})]
 
 
 def missing(wanted: list[Requirement]) -> list[str]:
-    """Those that are not installed, or in a version that does not fit."""
+    """Return those that are not installed, or in a version that does not fit."""
     lacking = []
     for line in wanted:
         if line.name.replace("-", "_") == "zpp_lab":  # an extra that takes in other extras

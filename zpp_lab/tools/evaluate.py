@@ -59,8 +59,8 @@ _TOKENIZERS = (TOKENIZER, "tokenizer.model", "vocab.json", "spiece.model")
 def check_comparable(
     model: Any, path: Path, source: Path, data: DataConfig, window: Tensor
 ) -> None:
-    """ValueError when the model in `path` cannot read the held-out tokens of the run `source`,
-    or cannot be asked for them. window: int64 [1, T], some of those tokens."""
+    """Raise ValueError when the model in `path` cannot read the held-out tokens of the run
+    `source`, or cannot be asked for them. window: int64 [1, T], some of those tokens."""
     _same_tokenizer(path, source, data)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < window.shape[1]:
@@ -114,7 +114,7 @@ def _sees_ahead(model: Any, window: Tensor) -> bool:
 
 
 def load_folder(path: Path, dtype: torch.dtype | None = None) -> Any:
-    """The model in `path` on the CPU, in evaluation mode.
+    """Return the model in `path` on the CPU, in evaluation mode.
 
     Packed weights are unpacked, and of a folder that we quantized they are those that training
     computed with. dtype: what it computes in, whatever the weights were rounded to; None: as the
@@ -131,7 +131,7 @@ def load_folder(path: Path, dtype: torch.dtype | None = None) -> Any:
 
 
 def folder_record(path: Path) -> dict[str, Any]:
-    """What a folder that we quantized says of itself; of another one nothing."""
+    """Return what a folder that we quantized says of itself; of another one nothing."""
     file = path / RECORD
     if not file.is_file():
         return {}
@@ -147,8 +147,7 @@ def folder_record(path: Path) -> dict[str, Any]:
 
 
 def _whole_model(path: Path) -> Any:
-    """transformers draws weights that are not there at random and goes on: here that is an
-    error."""
+    """Fail on missing weights, which transformers would draw at random."""
     try:
         import transformers
     except ImportError:
@@ -303,7 +302,7 @@ class Bench:
         return sum(counted(y) for _, y in self.heldout.batches)
 
     def model(self, path: Path, config: Config, saved: SavedWeights) -> Any:
-        """The run's model on the device, its weights not filled in, in what it computes in."""
+        """Return the run's model on the device, in its compute dtype, without weights."""
         rows = saved.shapes.get("embed.weight", (self.tokens.vocab_size,))[0]
         model = build_model(config.model, config.model.vocab_size or rows, "meta")
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
@@ -318,7 +317,7 @@ class Bench:
         return model.eval()
 
     def fill(self, model: Any, read: Callable[..., Tensor], seed: int) -> None:
-        """Weights as `read(name, device)` gives them, whole."""
+        """Fill in weights as `read(name, device)` gives them, whole."""
         fill(model, _Saved(model, seed, partial(read, device=self.device)), whole, lambda p: p)
 
     @torch.no_grad()
@@ -433,7 +432,7 @@ def evaluate_command(
     out: Path | None,
     dtype: str | None = None,
 ) -> int:
-    """`zpp-lab evaluate`: a table, and a file."""
+    """Run `zpp-lab evaluate`: print a table, and write a file."""
     if out is not None and out.suffix not in (".csv", ".json"):
         raise ValueError(f"{out}: use a file that ends with .csv or .json")
     if out is not None:
@@ -485,7 +484,7 @@ def _unlike(rows: Sequence[Row]) -> str:
 
 
 def write_rows(rows: Sequence[Row], out: Path) -> None:
-    """A .csv or .json file with all of `Row`."""
+    """Write a .csv or .json file with all of `Row`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".json":
         write_atomic(out, json.dumps([asdict(row) for row in rows], indent=1) + "\n")

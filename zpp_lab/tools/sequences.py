@@ -40,7 +40,7 @@ class Sequence:
 
 
 def sequences(run: Path, steps: list[int]) -> Iterator[Sequence]:
-    """All sequences of the `steps` (from 1 on) of the run in `run`, in order.
+    """Yield all sequences of the `steps` (from 1 on) of the run in `run`, in order.
 
     ValueError when it is no run's folder, when it has no such step, or when its corpus has changed.
     """
@@ -70,8 +70,9 @@ def sequences(run: Path, steps: list[int]) -> Iterator[Sequence]:
 
 
 def repeats(tokens: np.ndarray) -> float:
-    """The share of tokens [n] that equal the one some places before, for the distance, of at most
-    PERIOD and a quarter of them, at which most do: 1.0 for a line that comes again and again."""
+    """Return the share of tokens [n] that equal the one some places before, for the distance, of at
+    most PERIOD and a quarter of them, at which most do: 1.0 for a line that comes again and
+    again."""
     most = min(PERIOD, len(tokens) // 4)
     return max((float(np.mean(tokens[p:] == tokens[:-p])) for p in range(1, most + 1)), default=0.0)
 

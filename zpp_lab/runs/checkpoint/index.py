@@ -89,7 +89,7 @@ def index_text(
     files: Mapping[str, Held],
     origin: Origin | None = None,
 ) -> str:
-    """The text of index.json."""
+    """Return the text of index.json."""
     index = {
         "format": FORMAT,
         "step": step,
@@ -143,7 +143,7 @@ def open_index(path: Path) -> Index:
 
 
 def part_of(kind: Kind, first: int, last: int) -> Kind:
-    """Dtype and shape of rows [first, last) of a tensor."""
+    """Return dtype and shape of rows [first, last) of a tensor."""
     dtype, shape = kind
     return dtype, (last - first, *shape[1:]) if shape else ()
 
@@ -160,7 +160,7 @@ def _check_file(path: Path, file: str, begin: bytes, data: int) -> None:
 
 @contextmanager
 def intact(path: Path, what: str) -> Iterator[None]:
-    """DamagedError where reading `what` fails, but not where this user may not read it."""
+    """Raise DamagedError where reading `what` fails, but not where this user may not read it."""
     try:
         yield
     except PermissionError:
@@ -172,7 +172,7 @@ def intact(path: Path, what: str) -> Iterator[None]:
 
 
 def check_format(path: Path) -> None:
-    """ValueError when `path` is a checkpoint from before this format."""
+    """Raise ValueError when `path` is a checkpoint from before this format."""
     if path.suffix == ".pt" or (path / "whole.json").exists() or (path / ".metadata").exists():
         raise ValueError(
             f"{path} is a checkpoint from before safetensors; commit {LAST_TO_READ_OLDER} is the "
@@ -181,6 +181,6 @@ def check_format(path: Path) -> None:
 
 
 def listed(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first; some may be damaged, or of an older format."""
+    """Return the checkpoints in `folder`, oldest first, damaged and older formats too."""
     found = [p for p in folder.glob("step-*") if p.is_dir() or p.suffix == ".pt"]
     return sorted(found, key=lambda p: p.stem)

@@ -47,9 +47,9 @@ class History:
 
 
 def settings_digest(config: Config | Mapping[str, Any]) -> str:
-    """The digest of the settings that decide a run's numbers and differ from their defaults: a
-    setting that a later version adds changes nothing. A rule for every wire counts as one for those
-    that there were when digests were first written."""
+    """Return the digest of the settings that decide a run's numbers and differ from their defaults:
+    a setting that a later version adds changes nothing. A rule for every wire counts as one for
+    those that there were when digests were first written."""
     usual = flatten(asdict(Config()))
     own = {
         key: with_wires(value, [None], EVERY_WIRE) if key in RULED else value
@@ -60,7 +60,7 @@ def settings_digest(config: Config | Mapping[str, Any]) -> str:
 
 
 def history_digest(records: Iterable[Record], step: int) -> str | None:
-    """The digest of the first `step` steps; None where there are fewer."""
+    """Return the digest of the first `step` steps; None where there are fewer."""
     history, last = History(), 0
     for record in takewhile(lambda r: r["step"] <= step, records):
         history.add(record)
@@ -69,8 +69,8 @@ def history_digest(records: Iterable[Record], step: int) -> str | None:
 
 
 def foreign(origin: Origin | None, step: int, run: Path, config: Config | None = None) -> str:
-    """Why a checkpoint of `step` steps is not of the run in the folder `run`; "" where it is, or
-    where nothing tells. config: the run's settings; None: those in its config.yaml."""
+    """Return why a checkpoint of `step` steps is not of the run in the folder `run`; "" where it
+    is, or where nothing tells. config: the run's settings; None: those in its config.yaml."""
     if origin is None:
         return ""
     file = run / CONFIG

@@ -47,12 +47,11 @@ class SavedWeights(Protocol):
     marks: dict[str, Tensor]  # of the frozen base that the weights, adapters then, stand on
 
     def read(self, name: str) -> Tensor:
-        """A whole weight on the CPU, fp32."""
+        """Return a whole weight on the CPU, fp32."""
         ...
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Rows [first, last) of a weight on the CPU, fp32; others are not kept, nor whole ones
-        read."""
+        """Return rows [first, last) of a weight on the CPU, fp32; others are not read."""
         ...
 
 
@@ -65,14 +64,14 @@ class Ranks:
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value."""
+        """Return every rank's value."""
         found: list[Any] = [value] * self.world
         if self.group is not None:
             dist.all_gather_object(found, value, group=self.group)
         return found
 
     def all(self, job: Callable[[], Any]) -> Any:
-        """The job's value; where it fails on some rank, all raise what the first of them met."""
+        """Return the job's value; where it fails on a rank, all raise the first one's error."""
         value = fault = told = None
         try:
             value = job()
@@ -110,7 +109,7 @@ class Saved:
         return {n.removeprefix(start): t for n, t in self.tensors.items() if n.startswith(start)}
 
     def states(self) -> dict[str, dict[str, torch.dtype]]:
-        """How optimizer states are kept: {key: {parameter: dtype}}; {} when there are none."""
+        """Return the dtypes of optimizer states: {key: {parameter: dtype}}."""
         found: dict[str, dict[str, torch.dtype]] = {}
         for dotted, stored in self._kind("optimizer").items():
             key, _, name = dotted.partition(".")
@@ -118,25 +117,25 @@ class Saved:
         return found
 
     def memories(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """What encoders remember, by WIRE.PARAMETER: dtype and shape [W, rows, width]."""
+        """Return what encoders remember, by WIRE.PARAMETER: dtype and shape [W, rows, width]."""
         return {n: (torch_dtype(t.dtype), t.shape) for n, t in self._kind("memory").items()}
 
     def read(self, name: str) -> Tensor:
         return self._whole(f"weights.{name}").float()
 
     def kept(self, name: str) -> Tensor | None:
-        """A whole weight as nodes kept it, in param_dtype on the CPU; None: it is not there."""
+        """Return a whole node-replicated weight, in param_dtype on the CPU; None without it."""
         dotted = f"kept.{name}"
         return self._whole(dotted) if dotted in self.tensors else None
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Rows [first, last) of a weight, fp32 on the CPU; the blocks that hold them are read."""
+        """Return rows [first, last) of a weight, fp32 on the CPU, reading their blocks alone."""
         out = torch.empty(last - first, *self.shapes[name][1:])
         self._fill(f"weights.{name}", first, out)
         return out
 
     def state(self) -> State:
-        """Everything as whole tensors on the CPU: `weights`, `optimizer`, and `base`, `kept`,
+        """Read everything as whole tensors on the CPU: `weights`, `optimizer`, and `base`, `kept`,
         `memory` and `scaler` where there are some."""
         state: State = {"weights": {}, "optimizer": {}}
         for dotted, tensor in self._side_by_side(lambda n: (n, self._whole(n)), self.tensors):
@@ -166,13 +165,13 @@ class Saved:
         list(self._side_by_side(fill, wanted))
 
     def check_origin(self, run: Path, config: Config | None = None) -> None:
-        """ForeignError where it is not of the run in the folder `run`, which may have `config`."""
+        """Raise ForeignError where it is not of the run in the folder `run`."""
         if why := foreign(self.origin, self.step, run, config):
             raise ForeignError(self.path, why)
 
     def check(self, kinds: str | tuple[str, ...] = "", part: int = 0, parts: int = 1) -> None:
-        """DamagedError unless every byte of the tensors under `kinds` is what was written. part:
-        look at this one of so many parts of them."""
+        """Raise DamagedError unless every byte of the tensors under `kinds` is what was written.
+        part: look at this one of so many parts of them."""
 
         def look(name: str) -> None:
             for shard in self.tensors[name].shards:
@@ -236,7 +235,7 @@ def _hash(data: Tensor) -> str:
 
 
 def flat(state: State, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Dotted names and tensors of nested dictionaries."""
+    """Yield dotted names and tensors of nested dictionaries."""
     for key, value in state.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{key}.")
@@ -245,7 +244,7 @@ def flat(state: State, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def local(tensor: Any) -> Tensor:
-    """This rank's rows of it."""
+    """Return this rank's rows of it."""
     return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
@@ -255,8 +254,8 @@ def _is_sharded(tensor: Any) -> bool:
 
 
 def own_rows(tensor: Any) -> tuple[int, int, bool]:
-    """Which rows of a whole tensor this rank has, [first, last), and whether it is the first rank
-    that has them. Of a tensor without dimensions there is one."""
+    """Return which rows of a whole tensor this rank has, [first, last), and whether it is the first
+    rank that has them. Of a tensor without dimensions there is one."""
     rows, first_to_have = (tensor.shape[0] if tensor.ndim else 1), True
     found = (0, rows)
     if _is_sharded(tensor):
@@ -278,7 +277,7 @@ def own_rows(tensor: Any) -> tuple[int, int, bool]:
 
 
 def open_saved(path: Path, ranks: Ranks | None = None) -> Saved:
-    """A checkpoint, or the `newest` one of a run's folder, whose weights are whole.
+    """Return a checkpoint, or the `newest` one of a run's folder, whose weights are whole.
 
     Every rank of a large run calls this, looks at a part of the weights, and then reads its own
     rows. ValueError on all ranks when `path` is neither, or the checkpoint is damaged.
@@ -304,9 +303,9 @@ def _whole(path: Path, kinds: str | tuple[str, ...], ranks: Ranks) -> Saved:
 def newest(
     run: Path, ranks: Ranks | None = None, kinds: str | tuple[str, ...] = "weights."
 ) -> Saved:
-    """The newest checkpoint of the run in `run` whose tensors under `kinds` are whole: every byte
-    of them is looked at, by each of `ranks` a part. Damaged ones and those of other runs are named
-    on stderr. ValueError when there is none; ranks that share it all get the same."""
+    """Return the newest checkpoint of the run in `run` whose tensors under `kinds` are whole: every
+    byte of them is looked at, by each of `ranks` a part. Damaged ones and those of other runs are
+    named on stderr. ValueError when there is none; ranks that share it all get the same."""
     folder, ranks = run / "checkpoints", ranks or Ranks(shared=False)
 
     def whole(path: Path) -> Saved:

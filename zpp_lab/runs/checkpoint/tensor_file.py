@@ -63,13 +63,13 @@ class Place:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """safetensors' name of a torch dtype."""
+    """Return safetensors' name of a torch dtype."""
     names = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
     return names[str(dtype).removeprefix("torch.")]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`."""
+    """Return the inverse of `dtype_name`."""
     import torch
 
     found: torch.dtype = getattr(torch, DTYPES[name][0])
@@ -77,8 +77,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Place]]:
-    """What a file of these tensors (name → dtype, shape) begins with, and where each one lies, in
-    the order of the data."""
+    """Return what a file of these tensors (name → dtype, shape) begins with, and where each one
+    lies, in the order of the data."""
     order = list(DTYPES)
     names = sorted(tensors, key=lambda n: (order.index(tensors[n][0]), n))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -87,11 +87,7 @@ def layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, d
         found[name] = place = Place(*tensors[name], at)
         at += place.nbytes
         offsets = [place.start, at]
-        header[name] = {
-            "dtype": place.dtype,
-            "shape": list(place.shape),
-            "data_offsets": offsets,
-        }
+        header[name] = {"dtype": place.dtype, "shape": list(place.shape), "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     begin = len(text).to_bytes(8, "little") + text
@@ -100,7 +96,7 @@ def layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, d
 
 
 def read_rows(path: Path, place: Place, first: int, last: int) -> torch.Tensor:
-    """Rows [first, last) of a tensor of a file, on the CPU; no others are read."""
+    """Return rows [first, last) of a tensor of a file, on the CPU; no others are read."""
     import torch
 
     shape = (last - first, *place.shape[1:]) if place.shape else ()
@@ -113,8 +109,8 @@ def read_rows(path: Path, place: Place, first: int, last: int) -> torch.Tensor:
 
 
 def read_layout(path: Path) -> dict[str, Place]:
-    """Where each tensor of a file lies. ValueError when its header does not fit its size, or names
-    a dtype that is not in `DTYPES`."""
+    """Return where each tensor of a file lies. ValueError when its header does not fit its size, or
+    names a dtype that is not in `DTYPES`."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

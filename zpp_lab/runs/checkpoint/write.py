@@ -85,7 +85,7 @@ class Part:
 
 
 def parts_of(state: State, rank: int = 0) -> list[Part]:
-    """What this rank writes of a state: its rows of sharded tensors; rank 0 the whole ones."""
+    """Return what this rank writes: its rows of sharded tensors; rank 0 whole ones too."""
     found = []
     for name, tensor in sorted(flat(state)):
         sharded, (first, last, writes) = local(tensor) is not tensor, own_rows(tensor)
@@ -170,8 +170,8 @@ class Checkpoints:
         return held.copy_(part.tensor)
 
     def wait(self) -> None:
-        """Until the last checkpoint is whole; OSError when it could not be written, unless it is
-        to be skipped when the disk is full."""
+        """Wait until the last checkpoint is whole; OSError when it could not be written, unless it
+        is to be skipped when the disk is full."""
         if self.writing is not None:
             self.writing.join()
             self.writing = None
@@ -274,8 +274,8 @@ class Checkpoints:
     # ------------------------------------------------------------------ reading
 
     def newest_first(self) -> Iterator[Saved]:
-        """Every checkpoint whose index and sizes are whole, the same on all ranks, opened when it
-        is asked for. Damaged ones are named on stderr and passed over."""
+        """Yield every checkpoint whose index and sizes are whole, the same on all ranks, opened
+        when it is asked for. Damaged ones are named on stderr and passed over."""
         if self.rank == 0:
             self.clean()
         for path in reversed(self.ranks.gather(listed(self.folder))[0]):
@@ -284,8 +284,8 @@ class Checkpoints:
                 yield saved
 
     def checked(self, path: Path, job: Callable[[], Any]) -> Any:
-        """What `job` makes of the checkpoint `path`; None where it finds damage, on all ranks
-        alike, which stderr is told."""
+        """Return what `job` makes of the checkpoint `path`; None where it finds damage, on all
+        ranks alike, which stderr is told."""
         try:
             return job()
         except DamagedError as error:

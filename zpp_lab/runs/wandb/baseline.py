@@ -40,8 +40,7 @@ class Baseline:
             self._losses[record["step"]] = {k: record[k] for k in LOSSES if k in record}
 
     def gap(self, record: Record) -> Record | None:
-        """{prefix/loss, prefix/heldout_loss} in nats, at prefix/step and prefix/tokens; None while
-        not known."""
+        """Return loss gaps in nats, at the gap's own step and tokens; None while unknown."""
         theirs = self._losses.get(record["step"])
         if theirs is None:
             return None
@@ -54,7 +53,8 @@ class Baseline:
 
 
 def find_baseline(run: RunFolder) -> Baseline | None:
-    """The baseline that belongs to a run; None for a baseline itself and where there is none.
+    """Return the baseline that belongs to a run; None for a baseline itself and where there is
+    none.
 
     In a study it is the arm that study.yaml names, ready or not; of plain runs it is a
     neighbour with recipe zero3 and the same seed, model, data, training and cluster.
@@ -92,6 +92,6 @@ def _is_plain(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
 
 
 def is_ready(run: RunFolder, root: Path | str) -> bool:
-    """Whether a study's run can be sent whole: its baseline has ended, or it has none."""
+    """Return whether a study's run can be sent whole: its baseline has ended, or it has none."""
     baseline = find_baseline(run) if (Path(root) / STUDY_FILE).is_file() else None
     return baseline is None or baseline.folder.ended() is not None

@@ -46,29 +46,29 @@ class RunFolder:
         self.metrics = self.path / METRICS
 
     def config(self) -> dict[str, Any]:
-        """The run's config. FileNotFoundError when this is no run folder."""
+        """Return the run's config. FileNotFoundError when this is no run folder."""
         return read_yaml(self.path / CONFIG)
 
     def outcome(self) -> dict[str, Any] | None:
-        """The summary or the failure, None while the run goes on."""
+        """Return the summary or the failure, None while the run goes on."""
         for name, read in ((SUMMARY, read_summary), (FAILURE, read_object)):
             with contextlib.suppress(FileNotFoundError):
                 return read(self.path / name)
         return None
 
     def watched(self, config: dict[str, Any]) -> bool:
-        """Whether system metrics are asked for while the run goes on."""
+        """Return whether system metrics are asked for while the run goes on."""
         return bool((config.get("tracking") or {}).get("system", True))
 
     def commit(self) -> str | None:
-        """The code of the last start, where it is known."""
+        """Return the code of the last start, where it is known."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return json.loads((self.path / COMMITS).read_text())[-1]["commit"]
         return None
 
     def said(self, start: int) -> tuple[int, str]:
-        """Whole lines of the console after `start` bytes, and the byte that follows them; all
-        lines of one that was begun anew."""
+        """Return whole lines of the console after `start` bytes, and the byte that follows them;
+        all lines of one that was begun anew."""
         files = [self.path / name for name in (CONSOLE, LOG) if (self.path / name).is_file()]
         data = files[0].read_bytes() if files else b""
         start = start if start <= len(data) else 0
@@ -76,7 +76,7 @@ class RunFolder:
         return end, data[start:end].decode(errors="replace")
 
     def ended(self) -> str | None:
-        """A mark of this ending, which a retried or resumed run does not share; None before it."""
+        """Return a mark of this ending, which no retried or resumed run shares; None before."""
         for name in (SUMMARY, FAILURE):
             with contextlib.suppress(FileNotFoundError):
                 written = os.stat(self.path / name).st_mtime_ns
@@ -84,12 +84,12 @@ class RunFolder:
         return None
 
     def state(self) -> dict[str, Any]:
-        """What wandb.json says; made on the first call, with a new run id."""
+        """Return what wandb.json says; made on the first call, with a new run id."""
         found = read_state(self.path / STATE)
         return found or self.note(id=f"{_slug(self.path.name)}-{secrets.token_hex(4)}")
 
     def sent(self) -> str | None:
-        """The mark of the ending that wandb has, None when it has none."""
+        """Return the mark of the ending that wandb has, None when it has none."""
         if not (self.path / STATE).exists():
             return None
         state = self.state()
@@ -103,7 +103,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self, wait: bool) -> Iterator[None]:
-        """One sender at a time: a resumed run's sender waits for the one before it.
+        """Yield one sender at a time: a resumed run's sender waits for the one before it.
 
         RuntimeError when another one is at work and `wait` is false.
         """
@@ -118,7 +118,7 @@ class RunFolder:
 
 
 def read_summary(path: Path) -> Record:
-    """A run's summary.json. FileNotFoundError, or ValueError that names a damaged one."""
+    """Return a run's summary.json. FileNotFoundError, or ValueError that names a damaged one."""
     found = read_object(path)
     for name, kinds in (("steps", int), ("bytes", dict), ("heldout_loss", int | float | None)):
         if name not in found or not isinstance(found[name], kinds):
@@ -128,7 +128,7 @@ def read_summary(path: Path) -> Record:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What is known of a wandb run beside this file's folder; {} when there is no file yet."""
+    """Return what this file says of a wandb run; {} without the file."""
     try:
         return read_object(path)
     except FileNotFoundError:
@@ -143,7 +143,7 @@ def write_state(path: Path, **changes: Any) -> dict[str, Any]:
 
 
 def run_folders(root: Path | str) -> list[RunFolder]:
-    """Every run folder in `root` or below it, in the order of their names."""
+    """Return every run folder in `root` or below it, in the order of their names."""
     found = []
     for folder, below, files in os.walk(root):
         if METRICS in files:

@@ -52,7 +52,7 @@ _CLASSES_MEASURE = "nmse"  # shown over the parameter classes of a wire
 
 
 def identity(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
-    """wandb.init's arguments that say which run this is: group = study, job type = arm."""
+    """Return wandb.init's arguments that say which run this is: group = study, job type = arm."""
     run, tracking = _section(config, "run"), _section(config, "tracking")
     return {
         "id": folder.state()["id"],
@@ -66,19 +66,18 @@ def identity(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def project_of(tracking: Mapping[str, Any], sent_to: str | None = None) -> str:
-    """The settings' project; without one that which has the run already, WANDB_PROJECT's, or
-    zpp_lab."""
+    """Return the settings' project, the one it was sent to, WANDB_PROJECT's, or zpp_lab."""
     return tracking.get("project") or sent_to or os.environ.get("WANDB_PROJECT") or "zpp_lab"
 
 
 def own_tags(tracking: Mapping[str, Any]) -> list[str]:
-    """The settings' tags; without any WANDB_TAGS'."""
+    """Return the settings' tags; without any WANDB_TAGS'."""
     named = os.environ.get("WANDB_TAGS", "").split(",")
     return list(tracking.get("tags") or [tag.strip() for tag in named if tag.strip()])
 
 
 def tags(config: Mapping[str, Any]) -> list[str]:
-    """The user's own, then recipe, bits of weights and gradients, cluster and engine."""
+    """Return the user's own, then recipe, bits of weights and gradients, cluster and engine."""
     cluster, engine = _section(config, "cluster"), _section(config, "engine")
     sent: dict[str, list[str]] = {}
     for wire, label in codec_labels(config).items():
@@ -94,8 +93,9 @@ def tags(config: Mapping[str, Any]) -> list[str]:
 
 
 def codec_labels(config: Mapping[str, Any]) -> dict[Wire, str]:
-    """What each wire carries: bits such as "4", a codec's name, or "raw". Where rules give some
-    parameters another codec, all that it carries: "raw/4"; in phases, one after another: "8>4".
+    """Return what each wire carries: bits such as "4", a codec's name, or "raw". Where rules give
+    some parameters another codec, all that it carries: "raw/4"; in phases, one after another:
+    "8>4".
 
     As the run's config.yaml records it; older ones have settings alone.
     """
@@ -122,7 +122,7 @@ def _codec_label(sent: Mapping[str, Any]) -> str:
 
 
 def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config for tables, filters and parallel coordinates.
+    """Return the config for tables, filters and parallel coordinates.
 
     Sections stay nested, which wandb shows as recipe.weights.bits; settings left at null, where
     a run was put and how it was watched are dropped. `study`, `arm` and `seed` come first;
@@ -150,8 +150,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _sweep(folder: RunFolder, run: Mapping[str, Any]) -> str | None:
-    """The sweep's folder for a job of `zpp-lab train -m`, which names folder and arm itself (older
-    ones the run)."""
+    """The sweep's folder for a job of `zpp-lab train -m`, which names folder and arm."""
     named = run.get("arm") or run.get("name")
     return folder.path.parent.parent.name if run.get("dir") and named else None
 
@@ -166,8 +165,8 @@ def _without_nothing(value: Any) -> Any:
 def row(
     record: Record, counted: Histogram | None = None, spread: Spread | None = None
 ) -> dict[str, Any]:
-    """A step's record with names such as bytes/weights_forward/inter, and again with those of
-    `SHOWN`, by which other programs' runs can be compared.
+    """Return a step's record with names such as bytes/weights_forward/inter, and again with those
+    of `SHOWN`, by which other programs' runs can be compared.
 
     Telemetry's {"counts": [...], "edges": [...]} become histograms, and for each wire
     telemetry/<wire>/nmse_by_class is the histogram of log10(nmse) over parameter classes. These
@@ -186,7 +185,7 @@ def row(
 
 
 def results(outcome: Mapping[str, Any], counted: Histogram | None = None) -> dict[str, Any]:
-    """What a run came to, below final/: plain names are the last step's."""
+    """Return what a run came to, below final/: plain names are the last step's."""
     known = (*MADE_WITH, *_NAMES)
     left = {key: value for key, value in outcome.items() if key not in known}
     return dict(flat(left, "final/", counted))
@@ -195,7 +194,7 @@ def results(outcome: Mapping[str, Any], counted: Histogram | None = None) -> dic
 def flat(
     record: Mapping[str, Any], prefix: str = "", counted: Histogram | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Nested names joined by slashes."""
+    """Yield nested names joined by slashes."""
     for key, value in record.items():
         if isinstance(value, Mapping) and set(value) == HISTOGRAM:
             yield f"{prefix}{key}", (counted or _counted)(value["counts"], value["edges"])
@@ -206,7 +205,7 @@ def flat(
 
 
 def outcome_values(outcome: Mapping[str, Any], baseline: Baseline | None) -> dict[str, Any]:
-    """What decides a verdict, one number a run: gap, shares of the baseline's bytes, speed."""
+    """Return what decides a verdict: gap, shares of the baseline's bytes, speed."""
     values: dict[str, Any] = {}
     if outcome.get("seconds") and outcome.get("tokens"):
         values["final/tokens_per_second"] = outcome["tokens"] / outcome["seconds"]

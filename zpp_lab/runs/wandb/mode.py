@@ -27,7 +27,7 @@ _WANDB_MODE: dict[str, Mode] = {
 
 
 def resolve(wanted: str) -> tuple[Mode, str]:
-    """The mode to use for `tracking.wandb=wanted`, and why.
+    """Return the mode to use for `tracking.wandb=wanted`, and why.
 
     ValueError when the settings ask for what this machine cannot do.
     """
@@ -49,7 +49,7 @@ def resolve(wanted: str) -> tuple[Mode, str]:
 
 
 def check_can_send() -> None:
-    """ValueError where a finished run cannot be sent: without the package or without a key."""
+    """Raise ValueError where runs cannot be sent: without the package or a key."""
     if installed() and find_key() is None:
         raise ValueError("wandb needs an API key: run `wandb login`, or set WANDB_API_KEY")
     resolve("online")
@@ -74,13 +74,13 @@ def _auto(key: str | None) -> tuple[Mode, str]:
 
 
 def installed() -> bool:
-    """Whether wandb can be imported. A mere folder of that name, as its runs leave, is none."""
+    """Return whether wandb can be imported; a mere folder of that name cannot."""
     spec = importlib.util.find_spec("wandb")
     return spec is not None and spec.origin is not None
 
 
 def find_key() -> str | None:
-    """Where an API key for the server in use was found, None when nowhere. Never the key itself."""
+    """Return where an API key for the server was found, None without one; not the key."""
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         if os.environ.get(name):
             return name

@@ -22,11 +22,7 @@ class SinkHandle:
     """A wandb process that runs beside this one, or none when wandb is off."""
 
     def __init__(
-        self,
-        process: subprocess.Popen[bytes] | None,
-        log: Path,
-        target: Path,
-        mode: Mode = "off",
+        self, process: subprocess.Popen[bytes] | None, log: Path, target: Path, mode: Mode = "off"
     ) -> None:
         self._process, self._log, self._target, self._mode = process, log, target, mode
 
@@ -35,7 +31,7 @@ class SinkHandle:
         return None if self._process is None else self._process.pid
 
     def end(self, seconds: float) -> None:
-        """`wait` where there is time to; else nobody waits, and a line says who goes on sending."""
+        """Wait where there is time; else a line says who sends the rest."""
         if seconds > 0:
             self.wait(seconds)
         elif self._mode == "online" and self._process is not None and self._process.poll() != 0:

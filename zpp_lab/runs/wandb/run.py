@@ -175,9 +175,9 @@ def open_run(
     commit: str | None = None,
     **named: Any,
 ) -> Any:
-    """wandb.init with everything switched off that the run folder has already; `summarized`: by
-    wandb, which counts the seconds that sending takes as the run's. trainer: the process of which
-    wandb gathers system metrics, None for none."""
+    """Call wandb.init with everything switched off that the run folder has already; `summarized`:
+    by wandb, which counts the seconds that sending takes as the run's. trainer: the process of
+    which wandb gathers system metrics, None for none."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no reports to third parties
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb

@@ -61,7 +61,7 @@ def sync(run_dir: Path | str) -> str | None:
 
 
 def sync_all(paths: Sequence[Path | str]) -> int:
-    """`sync` for each run folder in or below `paths`; returns how many could not be sent.
+    """Call `sync` for each run folder in or below `paths`; returns how many could not be sent.
 
     A line a run says where it is, or why it is not. ValueError when there is no run.
     """
@@ -85,8 +85,7 @@ def sync_all(paths: Sequence[Path | str]) -> int:
 
 
 def follow(folder: RunFolder, mode: Mode, ended: Ended, trainer: int | None = None) -> bool:
-    """Send one run until it has ended. Returns whether wandb has all of it. trainer: its process,
-    while there is one."""
+    """Send one run until it has ended; return whether wandb has all. trainer: its process."""
     with folder.lock(wait=True):
         if mode == "offline" and (trainer is None or not folder.watched(folder.config())):
             _wait(ended, None)
@@ -239,7 +238,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 when wandb has everything, 1 when something could not be sent."""
+    """Return exit code 0 when wandb has everything, 1 when something could not be sent."""
     args = _arguments(argv)
     os.nice(10)  # training comes first
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm warns all processes of a job

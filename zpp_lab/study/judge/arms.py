@@ -19,7 +19,7 @@ _QUESTION = "Which of these runs reach the same held-out loss as {baseline}?"
 
 
 def study_of(name: str, runs: Sequence[Run]) -> tuple[StudyConfig, list[Run], list[str]]:
-    """(a study that fits `runs`, the runs renamed to its arms, notes for the report)."""
+    """Return (a study that fits `runs`, the runs renamed to its arms, notes for the report)."""
     assert runs, "read_result has asked for some"
     named = _name_arms(runs)
     unique, notes = _without_repeats(named)

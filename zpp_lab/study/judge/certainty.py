@@ -30,14 +30,14 @@ class Certainty:
     floors: Sequence[NoiseFloor]
 
     def rows(self) -> list[list[str]]:
-        """COLUMNS as text, one row an arm but baselines and those of which nothing is known."""
+        """Return COLUMNS as text, one row an arm, without baselines and arms without values."""
         by_name = {arm.name: arm for arm in self.result.every}
         rows = [[*row, *self._intervals(by_name[row[0]])] for row in p_value_rows(self.result)]
         looks = COLUMNS.index("Looks")
         return [row for row in rows if any(c != NOTHING for c in row[1:looks] + row[looks + 1 :])]
 
     def lines(self) -> list[str]:
-        """Sentences on the intervals and on the noise floor."""
+        """Return sentences on the intervals and on the noise floor."""
         noise = [line for floor in self.floors for line in floor.lines]
         return [*filter(None, [self._on_documents(), self._on_deciding()]), *noise]
 

@@ -40,7 +40,7 @@ _MUST = {"negative_control": WORSE, "order_control": "inside the margin"}
 
 
 def verdict_of(mean: float, tests: PValues, confidence: float = 0.95) -> str:
-    """One of VERDICTS, of a mean gap in nats; the module's docstring has the rule."""
+    """Return one of VERDICTS, of a mean gap in nats; the module's docstring has the rule."""
     alpha = 1 - confidence
     differs, inside, beyond = (
         p is not None and p < alpha
@@ -57,8 +57,8 @@ def verdict_of(mean: float, tests: PValues, confidence: float = 0.95) -> str:
 
 
 def deciding_level(verdict: str, gap: Gap, tests: PValues) -> float | None:
-    """The level of the interval that shows what a verdict claims: that of the claim's own test
-    after all corrections, which for "inside" is twice as large, as its test has one side.
+    """Return the level of the interval that shows what a verdict claims: that of the claim's own
+    test after all corrections, which for "inside" is twice as large, as its test has one side.
 
     Where the interval would also show what is not claimed, as tests differ in their levels, another
     test's takes its place, or the one at which it just reaches 0 or the margin. Where none shows

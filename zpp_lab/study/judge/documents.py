@@ -42,7 +42,7 @@ class Documents:
 
 
 def read_documents(folder: Path) -> Documents | None:
-    """heldout.json of a run folder; None when there is none, ValueError when it is damaged."""
+    """Read heldout.json of a run folder; None when there is none, ValueError when it is damaged."""
     found = read_json(folder / HELDOUT)
     if found is None:
         return None
@@ -70,12 +70,12 @@ class Reader:
         return self._read[run.dir]
 
     def know(self, run: Run, documents: Documents) -> None:
-        """Of a run without a folder, such as a simulated one."""
+        """Set the documents of a run without a folder, such as a simulated one."""
         self._read[run.dir] = documents
 
     def gaps(self, pairs: Mapping[int, tuple[Run, Sequence[Run]]]) -> DocumentGaps | None:
-        """pairs: by seed an arm's run and its baseline's, whose mean counts. None where no seed's
-        runs have the same documents, at least two."""
+        """Return gaps by document. pairs: by seed an arm's run and its baseline's, whose mean
+        counts. None where no seed's runs have the same documents, at least two."""
         first: Documents | None = None
         nats = {}
         for seed, (run, bases) in pairs.items():
@@ -99,13 +99,13 @@ class DocumentGaps:
     nats: Mapping[int, np.ndarray]
 
     def part(self, seeds: Iterable[int]) -> Part | None:
-        """What the choice of documents adds to the variance of the mean gap over `seeds`, as those
-        of them with documents tell it; None where none has."""
+        """Return what the choice of documents adds to the variance of the mean gap over `seeds`, as
+        those of them with documents tell it; None where none has."""
         rows = [self.nats[seed] for seed in seeds if seed in self.nats]
         return document_part(np.stack(rows), self.tokens) if rows else None
 
     def interval(self, confidence: float) -> tuple[float, float]:
-        """Of the mean gap of these very runs on other documents."""
+        """Return the interval of the mean gap of these runs on other documents."""
         nats = np.stack(list(self.nats.values()))
         part = document_part(nats, self.tokens, crossed=False)
         return part_interval(float(nats.mean(0).sum() / self.tokens.sum()), part, confidence)
@@ -114,8 +114,8 @@ class DocumentGaps:
 def combined(
     added: Sequence[DocumentGaps | None], taken_off: Sequence[DocumentGaps | None] = ()
 ) -> DocumentGaps | None:
-    """The mean over arms less the mean over others, of the seeds that all have; None where an arm
-    has no documents or other ones."""
+    """Return the mean over arms less the mean over others, of the seeds that all have; None where
+    an arm has no documents or other ones."""
     known = [one for one in (*added, *taken_off) if one is not None]
     if len(known) < len(added) + len(taken_off) or len({one.hash for one in known}) != 1:
         return None
@@ -129,7 +129,7 @@ def combined(
 
 
 def document_part(nats: np.ndarray, tokens: np.ndarray, crossed: bool = True) -> Part:
-    """The variance that the choice of documents makes in the mean gap, in (nats a token)².
+    """Return the variance that the choice of documents makes in the mean gap, in (nats a token)².
 
     nats: fp64 [S, D]; tokens: [D], at least two. crossed: of seeds that are chosen too; else of
     these very runs. Its degrees of freedom are `count` less one. AssertionError for one document.
@@ -148,6 +148,6 @@ def document_part(nats: np.ndarray, tokens: np.ndarray, crossed: bool = True) ->
 
 
 def count(tokens: np.ndarray) -> float:
-    """(Σ tokens)² / Σ tokens²: of as many documents of equal length these count for (Kish 1965,
-    Survey Sampling)."""
+    """Return (Σ tokens)² / Σ tokens²: of as many documents of equal length these count for (Kish
+    1965, Survey Sampling)."""
     return float(tokens.sum() ** 2 / np.square(tokens).sum())

@@ -45,7 +45,7 @@ class Cell:
 
 
 def cells_of(result: StudyResult) -> list[Cell]:
-    """Every arm with a gap and levels; the baseline, whose gap is 0, among them."""
+    """Return every arm with a gap and levels; the baseline, whose gap is 0, among them."""
     arms = [arm for arm in result.arms if arm.arm.role in ("arm", "baseline")]
     told = {arm.name: arm.arm.factors for arm in arms if arm.arm.factors}
     levels: Mapping[str, Mapping[str, Level]] = told or _levels_from_configs(arms)
@@ -57,12 +57,12 @@ def cells_of(result: StudyResult) -> list[Cell]:
 
 
 def level_order(levels: Iterable[Any]) -> list[Any]:
-    """Numbers by size, then words, then null (nothing is changed: the raw end of the scale)."""
+    """Sort numbers by size, then words, then null (the uncompressed end of the scale)."""
     return sorted(levels, key=level_key)
 
 
 def level_key(level: Any) -> tuple[int, float, str]:
-    """What `level_order` sorts by."""
+    """Return what `level_order` sorts by."""
     if level is None:
         return 2, 0.0, ""
     number = isinstance(level, int | float) and not isinstance(level, bool)
@@ -70,7 +70,7 @@ def level_key(level: Any) -> tuple[int, float, str]:
 
 
 def level_text(level: Any, factor: str = "") -> str:
-    """A level as plots write it. Null bits are "raw", other nulls leave it to the default."""
+    """Return a level as plots write it. Null bits are "raw", other nulls "default"."""
     if level is None:
         return "raw" if factor.endswith("bits") else "default"
     if isinstance(level, bool):
@@ -79,7 +79,7 @@ def level_text(level: Any, factor: str = "") -> str:
 
 
 def short_names(factors: Sequence[str]) -> dict[str, str]:
-    """Factors without what all of their dotted names begin with, such as "recipe."."""
+    """Return factors without what all of their dotted names begin with, such as "recipe."."""
     dotted = [part.split(".") for name in factors for part in name.split(" = ")]
     shared = dotted[0][:1] if dotted and all(d[0] == dotted[0][0] for d in dotted) else []
     drop = f"{shared[0]}." if shared and all(len(d) > 1 for d in dotted) else ""
@@ -155,7 +155,7 @@ class Interaction:
 
 
 def main_effects(cells: Sequence[Cell], confidence: float = 0.95) -> list[MainEffect]:
-    """One for each factor (and each pair that moves together) with a matched comparison."""
+    """Return one for each factor (and each pair that moves together) with a matched comparison."""
     names = sorted({name for cell in cells for name in cell.levels})
     found = [_main_effect(name, cells, confidence) for name in names]
     for pair in combinations(names, 2):
@@ -166,7 +166,7 @@ def main_effects(cells: Sequence[Cell], confidence: float = 0.95) -> list[MainEf
 
 
 def interactions(cells: Sequence[Cell], confidence: float = 0.95) -> list[Interaction]:
-    """Every pair of factors with a whole grid, the largest departure from additivity first."""
+    """Return all pairs of factors with a whole grid, the farthest from additivity first."""
     names = sorted({name for cell in cells for name in cell.levels})
     found = [_interaction(pair, cells, confidence) for pair in combinations(names, 2)]
     known = [one for one in found if one is not None]

@@ -49,7 +49,7 @@ _KEY = 0x7A70702D6C6F6F6B  # of the generator; any fixed number
 
 
 def holm(p_values: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Corrected p-values by name (Holm 1979, Scand. J. Stat. 6).
+    """Return corrected p-values by name (Holm 1979, Scand. J. Stat. 6).
 
     An arm without a p-value yet stays None, and counts in the family as if it were 1: the
     correction does not change when its runs come in.
@@ -64,9 +64,9 @@ def holm(p_values: Mapping[str, float | None]) -> dict[str, float | None]:
 
 
 def turns(p_values: Mapping[str, float | None], alpha: float) -> dict[str, int]:
-    """By how much Holm's method divides `alpha` when it comes to each name: by those that are left
-    until one is not below its share, then by those left there for all others. A p-value is below
-    alpha over its turn exactly when the corrected one is below alpha."""
+    """Return by how much Holm's method divides `alpha` when it comes to each name: by those that
+    are left until one is not below its share, then by those left there for all others. A p-value is
+    below alpha over its turn exactly when the corrected one is below alpha."""
     found, left = {}, len(p_values)
     for name, p in sorted(p_values.items(), key=lambda item: 1.0 if item[1] is None else item[1]):
         found[name] = left
@@ -75,7 +75,7 @@ def turns(p_values: Mapping[str, float | None], alpha: float) -> dict[str, int]:
 
 
 def planned_seeds(study: StudyConfig) -> list[int]:
-    """All seeds that the study may run, in the order in which they are added.
+    """Return all seeds that the study may run, in the order in which they are added.
 
     After `study.seeds` follow the integers above the largest of them, up to `study.max_seeds`.
     """
@@ -85,13 +85,14 @@ def planned_seeds(study: StudyConfig) -> list[int]:
 
 
 def look_sizes(study: StudyConfig) -> tuple[int, ...]:
-    """Seeds of an arm at each look: len(study.seeds), then seeds_per_look more at a time."""
+    """Return an arm's seeds at each look: len(study.seeds), then seeds_per_look more."""
     first, last = len(study.seeds), len(planned_seeds(study))
     return (*range(first, last, study.seeds_per_look), last)
 
 
 def ever_below(p: float, sizes: tuple[int, ...], sides: Sides) -> float:
-    """Chance, without any effect, that the smallest p-value over the looks is `p` or less.
+    """Return the chance, without any effect, that the smallest p-value over the looks is `p` or
+    less.
 
     sizes: seeds at each look. sides: 1 for one side of the equivalence test, 2 for the others.
     This is the p-value of the whole sequence; never above `p` times the number of looks.
@@ -105,7 +106,7 @@ def ever_below(p: float, sizes: tuple[int, ...], sides: Sides) -> float:
 
 
 def nominal_level(alpha: float, sizes: tuple[int, ...], sides: Sides) -> float:
-    """The level for each look at which the whole sequence errs with probability `alpha`."""
+    """Return the level for each look at which the whole sequence errs with probability `alpha`."""
     tested = _tested(sizes)
     if len(tested) < 2:
         return alpha
@@ -173,7 +174,7 @@ class PValues:
     levels: tuple[float, ...] = ()
 
     def decided(self, alpha: float) -> bool:
-        """Whether the gap is known to be inside or beyond the margin, at level `alpha`."""
+        """Return whether the gap is known to be inside or beyond the margin, at level `alpha`."""
         return any(
             p is not None and p < alpha for p in (self.beyond_corrected, self.equal_corrected)
         )
@@ -242,7 +243,7 @@ class _History:
             self.tests = stats.Tests(*map(min, found, before))
 
     def over_looks(self, sizes: tuple[int, ...]) -> list[float | None]:
-        """Corrected for the planned looks; where seeds are missing, by their number."""
+        """Return corrected for the planned looks; where seeds are missing, by their number."""
         if self.tests is None:
             return list(_UNKNOWN)
         if not self.as_planned:
@@ -250,7 +251,7 @@ class _History:
         return [ever_below(p, sizes, sides) for p, sides in zip(self.tests, _SIDES, strict=True)]
 
     def level(self, alpha: float, sizes: tuple[int, ...], sides: Sides) -> float:
-        """What a plain p-value must be below, so that the one over looks is below `alpha`."""
+        """Return the limit of a plain p-value at which the one over looks is `alpha`."""
         return nominal_level(alpha, sizes, sides) if self.as_planned else alpha / len(sizes)
 
 

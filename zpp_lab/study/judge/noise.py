@@ -65,19 +65,19 @@ class Beside:
 
 
 def one_seed(result: StudyResult) -> bool:
-    """Whether no baseline has more than one finished run: nothing can be tested."""
+    """Return whether no baseline has more than one finished run: nothing can be tested."""
     bases = [arm for arm in result.arms if arm.verdict == "baseline"]
     return bool(bases) and all(len(base.finished) == 1 for base in bases)
 
 
 def noise_bands(result: StudyResult) -> dict[str, float]:
-    """The noise of each baseline that has an order control which moved at all, by its name."""
+    """Return the noise of each baseline whose order control moved at all, by its name."""
     bases = [arm for arm in result.arms if arm.verdict == "baseline"]
     return {base.name: noise for base in bases if (noise := noise_of(result, base))}
 
 
 def beside(result: StudyResult, arm: ArmResult, bands: Mapping[str, float]) -> Beside | None:
-    """Where the arm's mean gap lies; None for a baseline, without a gap or without a band."""
+    """Compare the arm's mean gap with the noise band; None without a gap or a band."""
     noise = bands.get(result.baseline_of(arm).name)
     if noise is None or arm.gap is None or arm.verdict == "baseline":
         return None
@@ -85,8 +85,9 @@ def beside(result: StudyResult, arm: ArmResult, bands: Mapping[str, float]) -> B
 
 
 def noise_of(result: StudyResult, base: ArmResult) -> float | None:
-    """The largest held-out gap of the order controls of `base` in the second half of training, in
-    nats; None without one. The last gap alone would be 0 wherever two curves happen to cross."""
+    """Return the largest held-out gap of the order controls of `base` in the second half of
+    training, in nats; None without one. The last gap alone would be 0 wherever two curves happen to
+    cross."""
     gaps = [
         abs(gap)
         for arm in result.arms
@@ -106,7 +107,7 @@ def _late_gaps(run: Run, bases: Sequence[Run]) -> list[float]:
 
 
 def mean_points(runs: Sequence[Points]) -> Points:
-    """Of several runs of one seed, at the steps that all have."""
+    """Average several runs of one seed, at the steps that all have."""
     steps = set.intersection(*(set(run) for run in runs)) if runs else set()
     return {step: fmean(run[step] for run in runs) for step in sorted(steps)}
 
@@ -119,7 +120,8 @@ def _evaluations(rows: Sequence[Row]) -> dict[int, float]:
 
 
 def training_band(controls: Sequence[Points], points: Iterable[int]) -> list[Row]:
-    """± the largest gap of the controls at each of `points` and just before; [] without controls.
+    """Return ± the largest gap of the controls at each of `points` and just before; [] without
+    controls.
 
     One step's gap crosses 0 now and then, which is no sign of less noise; and nothing after a step
     counts, so that the band opens where the controls part from their baseline.
@@ -130,7 +132,7 @@ def training_band(controls: Sequence[Points], points: Iterable[int]) -> list[Row
 
 
 def heldout_band(controls: Sequence[Points], points: Iterable[int]) -> list[Row]:
-    """± the largest gap of the controls at each of `points`, which are evaluations."""
+    """Return ± the largest gap of the controls at each of `points`, which are evaluations."""
     return _rows({at: _largest(controls, at, at) for at in sorted(points)})
 
 
@@ -203,7 +205,7 @@ def _signed(value: float) -> str:
 
 
 def noise_floors(result: StudyResult) -> list[NoiseFloor]:
-    """One for each baseline with two finished seeds or more, in the study's order."""
+    """Return one for each baseline with two finished seeds or more, in the study's order."""
     bases = [arm for arm in result.arms if arm.verdict == "baseline" and len(arm.finished) > 1]
     bases = [arm for arm in bases if arm.arm.role != "baseline_repeat"]
     return [_floor(result, base) for base in bases]
@@ -240,8 +242,8 @@ def _floor(result: StudyResult, base: ArmResult) -> NoiseFloor:
 
 
 def taken_off(result: StudyResult, arm: ArmResult) -> float:
-    """The share of two unpaired runs' variance over seeds that pairing by seed takes off the gap of
-    an arm with two seeds or more; below 0 where it adds some."""
+    """Return the share of two unpaired runs' variance over seeds that pairing by seed takes off the
+    gap of an arm with two seeds or more; below 0 where it adds some."""
     own = [_heldout([arm.runs[seed]]) for seed in arm.gaps]
     theirs = [_heldout(result.base_runs(arm, seed)) for seed in arm.gaps]
     both = variance(own) + variance(theirs)

@@ -71,12 +71,9 @@ class Tests(NamedTuple):
 
 
 def summarize(
-    gaps: Sequence[float],
-    margin: float,
-    confidence: float = 0.95,
-    documents: Part | None = None,
+    gaps: Sequence[float], margin: float, confidence: float = 0.95, documents: Part | None = None
 ) -> Gap:
-    """Mean, intervals, the paired t test and those against ±margin.
+    """Return mean, intervals, the paired t test and those against ±margin.
 
     gaps: one per seed (at least one), finite. Gaps that are all the same have no spread to
     estimate: without documents their interval is the point itself and the tests are passed or not
@@ -104,8 +101,9 @@ def summarize(
 def p_values(
     gaps: Sequence[float] | np.ndarray, margin: float, documents: Part | None = None
 ) -> Tests | None:
-    """Of the two-sided test of a mean gap of 0; the larger one of the two one-sided tests against
-    ±margin; of the two-sided test against the nearer edge, 1 inside. None for a single seed."""
+    """Return the p-values of the two-sided test of a mean gap of 0; the larger one of the two
+    one-sided tests against ±margin; of the two-sided test against the nearer edge, 1 inside. None
+    for a single seed."""
     values = np.asarray(gaps, dtype=np.float64)
     if values.size < 2:
         return None
@@ -152,9 +150,9 @@ def _all_alike(values: np.ndarray) -> bool:
 
 
 def ratio_interval(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
-    """Fieller's 95 % interval of the ratio of two means of pairs: every r for which Student's test
-    of mean(over − r · under) = 0 is not rejected. ValueError where `under` is not distinguishable
-    from 0, as the ratio then has no bounds."""
+    """Return Fieller's 95 % interval of the ratio of two means of pairs: every r for which
+    Student's test of mean(over − r · under) = 0 is not rejected. ValueError where `under` is not
+    distinguishable from 0, as the ratio then has no bounds."""
     n, (x, y) = len(over), (np.mean(over), np.mean(under))
     cov = np.cov(over, under) / n * special.stdtrit(n - 1, 0.975) ** 2
     a, b, c = y * y - cov[1, 1], cov[0, 1] - x * y, x * x - cov[0, 0]
@@ -167,14 +165,14 @@ def ratio_interval(over: Sequence[float], under: Sequence[float]) -> tuple[float
 def t_interval(
     values: Sequence[float] | np.ndarray, confidence: float, documents: Part | None = None
 ) -> tuple[float, float]:
-    """The interval of the mean of two or more values; Student's without a part of documents."""
+    """Return the interval of the mean of two or more values, over seeds and documents."""
     values = np.asarray(values, dtype=np.float64)
     mean, half = float(values.mean()), float(_half((1 - confidence) / 2, _parts(values, documents)))
     return mean - half, mean + half
 
 
 def part_interval(mean: float, part: Part, confidence: float) -> tuple[float, float]:
-    """Student's interval of a mean whose variance has one part."""
+    """Return Student's interval of a mean whose variance has one part."""
     half = float(_half((1 - confidence) / 2, [part]))
     return mean - half, mean + half
 
@@ -188,7 +186,8 @@ def decision_probability(
     edge: float = 0.0,
     documents: Part | None = None,
 ) -> tuple[float, float]:
-    """(P(inside the margin), P(inside or beyond `edge`)) for n seeds when the gap is N(mean, sd²).
+    """Return (P(inside the margin), P(inside or beyond `edge`)) for n seeds when the gap is N(mean,
+    sd²).
 
     edge: 0 asks whether the gap differs from 0, the margin whether it lies beyond that. With h the
     half of the sample's 90 or 95 % interval, "inside" is |m| < margin − h₉₀ and "beyond" is
@@ -220,7 +219,8 @@ def decision_probability(
 def seeds_for_equivalence(
     sd: float, margin: float, confidence: float = 0.95, power: float = _POWER
 ) -> int | None:
-    """Fewest seeds at which an arm with a true gap of 0 is found inside the margin with `power`.
+    """Return fewest seeds at which an arm with a true gap of 0 is found inside the margin with
+    `power`.
 
     None: more than MAX_SEEDS.
     """
@@ -232,8 +232,8 @@ def seeds_for_equivalence(
 def seeds_to_decide(
     gap: Gap, margin: float, confidence: float = 0.95, edge: float = 0.0, power: float = _POWER
 ) -> int | None:
-    """Fewest seeds, more than gap.n, at which the gap is found inside the margin or beyond `edge`
-    with `power`; see `decision_probability`.
+    """Return fewest seeds, more than gap.n, at which the gap is found inside the margin or beyond
+    `edge` with `power`; see `decision_probability`.
 
     Takes the measured mean and deviation as the true ones. None: more than MAX_SEEDS, or
     nothing to go by (one seed).

@@ -81,8 +81,8 @@ MOST_PAIRED = 12
 
 
 def seed_notes(study: StudyConfig, result: ArmResult) -> list[str]:
-    """Sentences on the runs that have not finished: which, how far they came, and why not. Seeds
-    of one fate share one."""
+    """Return sentences on the runs that have not finished: which, how far they came, and why not.
+    Seeds of one fate share one."""
     fates: dict[str, list[int]] = {}
     for seed in sorted({*study.seeds, *result.runs}):
         run = result.runs.get(seed)
@@ -188,19 +188,19 @@ class StudyResult:
         ]
 
     def baseline_of(self, arm: ArmResult) -> ArmResult:
-        """The arm that `arm` is paired with."""
+        """Return the arm that `arm` is paired with."""
         name = arm.arm.against or self.study.baseline
         return next(a for a in self.arms if a.name == name)
 
     def base_runs(self, arm: ArmResult, seed: int) -> list[Run]:
-        """The finished runs of one seed from whose mean that seed's gap of `arm` is taken."""
+        """Return one seed's finished baseline runs, whose mean a gap of `arm` is taken from."""
         runs = {one.name: one.runs for one in self.arms}
         return _finished([runs[name] for name in self.study.bases(arm.arm)], seed)
 
     def readout_gap(self, arm: ArmResult) -> Gap | None:
-        """The gap of the training loss over the last steps (`train.readout_steps`), in nats, paired
-        as the held-out one: a second look, by which no verdict goes. Its interval allows for looks
-        too. None without such runs, and for a baseline."""
+        """Return the gap of the training loss over the last steps (`train.readout_steps`), in nats,
+        paired as the held-out one: a second look, by which no verdict goes. Its interval allows for
+        looks too. None without such runs, and for a baseline."""
         gaps = []
         for seed, run in sorted(arm.runs.items()):
             own, bases = run.readout, [base.readout for base in self.base_runs(arm, seed)]
@@ -228,10 +228,7 @@ class StudyResult:
 
 
 def judge_study(
-    study: StudyConfig,
-    runs: Sequence[Run],
-    notes: Sequence[str] = (),
-    reader: Reader | None = None,
+    study: StudyConfig, runs: Sequence[Run], notes: Sequence[str] = (), reader: Reader | None = None
 ) -> StudyResult:
     """Pair every arm's finished runs with its baseline's of the same seed, and judge. reader: of
     held-out documents, where runs have no folder that holds them."""
@@ -266,10 +263,10 @@ def judge_study(
 
 
 def pairwise(result: StudyResult) -> list[tuple[str, str, ArmResult]]:
-    """Every two arms with one baseline: their names, and the first one's gap to the second, judged
-    as gaps to the baseline are, corrected for the number of pairs. Controls are in none; of more
-    than MOST_PAIRED arms there are no pairs, since corrected for so many they would show nothing.
-    """
+    """Return every two arms with one baseline: their names, and the first one's gap to the second,
+    judged as gaps to the baseline are, corrected for the number of pairs. Controls are in none; of
+    more than MOST_PAIRED arms there are no pairs, since corrected for so many they would show
+    nothing."""
     study, known = result.study, entries(result.study, result.arms, result.composites)
     arms = [arm for arm in result.arms if arm.arm.role == "arm" and arm.verdict in VERDICTS]
     pairs, family = [], {}
@@ -294,7 +291,7 @@ def _margin(study: StudyConfig, arms: Sequence[ArmResult]) -> float | None:
 def entries(
     study: StudyConfig, arms: Sequence[ArmResult], composites: Sequence[ArmResult]
 ) -> dict[str, Entry]:
-    """What the tests need to know of each arm that is no baseline, and of composites, by name."""
+    """Return what the tests need of arms that are no baseline, and of composites."""
     runs = {arm.name: arm.runs for arm in arms}
     found = {}
     for arm in arms:
@@ -320,7 +317,7 @@ def _entry(composite: ArmResult, members: Sequence[Entry]) -> Entry:
 
 
 def is_baseline(study: StudyConfig, arm: ArmConfig) -> bool:
-    """Whether it is a baseline, or a repeat of one."""
+    """Return whether it is a baseline, or a repeat of one."""
     return arm.name == study.baseline or arm.role in ("baseline", "baseline_repeat")
 
 
@@ -548,7 +545,7 @@ def _fraction(runs: Mapping[int, Run], base: Mapping[int, Run], hop: str | None)
 
 
 def read_result(root: Path, study: StudyConfig | None = None) -> StudyResult:
-    """The verdicts of the runs at and below `root`.
+    """Return the verdicts of the runs at and below `root`.
 
     study: None takes the study that `root` was run as, and for plain runs one arm a recipe.
     Raises ValueError when there are no runs or one cannot be read.

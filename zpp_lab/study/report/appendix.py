@@ -34,7 +34,7 @@ class Appendix:
         self._standard: dict[str, Any] | None = None
 
     def differences(self, arm: ArmResult) -> list[tuple[str, str, str]]:
-        """(setting, the arm's value, its baseline's) for the settings in which they differ."""
+        """Return (setting, the arm's value, its baseline's) where they differ."""
         base = self._flat.get(self.result.baseline_of(arm).name)
         own = self._flat.get(arm.name)
         if own is None or base is None:
@@ -46,19 +46,19 @@ class Appendix:
         ]
 
     def baseline_settings(self) -> list[str]:
-        """The settings of the baseline's first run that differ from the defaults, one a line."""
+        """Return the settings of the baseline's first run that are not defaults, one a line."""
         own = self._flat.get(self.result.study.baseline)
         if own is None:
             return []
         return [f"{key}={written(own.get(key))}" for key in differing(own, self._usual())]
 
     def command(self, arm: ArmResult) -> str | None:
-        """The shell command that runs one seed of an arm again; None when no run tells."""
+        """Return the shell command that runs one seed of an arm again; None when no run tells."""
         words = self.overrides(arm)
         return None if words is None else shlex.join(["zpp-lab", "train", *words])
 
     def overrides(self, arm: ArmResult) -> list[str] | None:
-        """The Hydra overrides of the arm's first seed: the study's, or those its config shows."""
+        """Return the Hydra overrides of the arm's first seed, of the study or its config."""
         study = self.result.study
         run = self._runs.get(arm.name)
         seed = run.seed if run else study.seeds[0]
@@ -70,8 +70,8 @@ class Appendix:
         return None if run is None else self._from_config(run, arm.name)
 
     def prepared(self) -> dict[str, str]:
-        """The commands of the runs that arms start from, by name, in the folders that the arms'
-        commands take; without those that no arm has started from yet."""
+        """Return the commands of the runs that arms start from, by name, in the folders that the
+        arms' commands take; without those that no arm has started from yet."""
         study = self.result.study
         starts = {start for run in self._runs.values() if (start := _start(run))}
         made_first = [start for start in sorted(starts) if Path(start).parent.name == PREPARE]
@@ -103,14 +103,14 @@ def _start(run: Run | None) -> str | None:
 
 
 def value_text(value: Any) -> str:
-    """A setting's value as config files write it, on one line."""
+    """Return a setting's value as config files write it, on one line."""
     if value is None:
         return NOTHING
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def facts(result: StudyResult) -> list[tuple[str, str]]:
-    """Machine, commit, data and sizes, from the finished runs; several values are listed."""
+    """Return machine, commit, data and sizes, from the finished runs; several values are listed."""
     summaries = [run.summary for run in result.runs if run.summary is not None]
 
     def values(*path: str) -> str:
@@ -138,7 +138,7 @@ def facts(result: StudyResult) -> list[tuple[str, str]]:
 
 
 def scope(result: StudyResult) -> str:
-    """What the answer was measured on, in one sentence; "" before any run has finished."""
+    """Return what the answer was measured on, in one sentence; "" before any run has finished."""
     runs = [run for run in result.runs if run.summary is not None]
     if not runs:
         return ""
@@ -177,7 +177,7 @@ def _big(value: float) -> str:
 
 
 def one_commit(result: StudyResult) -> str:
-    """The commit of the finished runs where they share one, else ""."""
+    """Return the commit of the finished runs where they share one, else ""."""
     summaries = [run.summary for run in result.runs if run.summary]
     commits = {s.get("commit") if "commits" not in s else None for s in summaries}
     return str(commits.pop()) if len(commits) == 1 and None not in commits else ""

@@ -92,7 +92,7 @@ class Findings:
 
 
 def find_out(root: Path, result: StudyResult, predict: Predict | None = None) -> Findings:
-    """What there is to say of `result`, the judged runs at and below `root`; see `build_report`."""
+    """Collect what the report says of `result`, the judged runs below `root`."""
     speeds = study_speeds(root, result)
     cells = [] if one_seed(result) else cells_of(result)  # one seed: effects without intervals
     confidence = result.study.confidence
@@ -110,7 +110,7 @@ def find_out(root: Path, result: StudyResult, predict: Predict | None = None) ->
 
 
 def draw(found: Findings) -> list[Figure]:
-    """All figures; those of speed come after the gap's against speed or bytes."""
+    """Return all figures; those of speed come after the gap's against speed or bytes."""
     by_place = found.speeds.by_place if found.speeds else {}
     made = make_figures(found.result, found.curves, found.effects, found.pairs, by_place)
     if found.speed is None:
@@ -140,7 +140,7 @@ def _speed_style(found: Findings) -> Style:
 
 
 def study_document(found: Findings, figures: Sequence[Figure]) -> Document:
-    """The whole report; figures: those of `draw`."""
+    """Return the whole report; figures: those of `draw`."""
     result, tests = found.result, certainty_table(found.certainty)
     certain: list[Content] = [
         Text(found.certainty.lines()),
@@ -269,7 +269,7 @@ def arm_table(result: StudyResult, root: Path) -> Table:
 
 
 def pair_table(result: StudyResult) -> Table:
-    """Arms against each other; none with one seed, which has no test."""
+    """Return arms against each other; none with one seed, which has no test."""
     rows = [
         Row([one, other, Badge(apart.verdict, apart.verdict), gap_text(apart)], one)
         for one, other, apart in pairwise(result)
@@ -280,14 +280,11 @@ def pair_table(result: StudyResult) -> Table:
 
 
 def verdict_table(result: StudyResult) -> Table:
-    """One row an arm. What it does comes last, so that a narrow screen shows the verdict."""
+    """Return one row an arm. What it does comes last, so that a narrow screen shows the verdict."""
     told = verdict_rows(result)
     describe = any(arm.arm.describe for arm in result.every)
     rows = [
-        Row(
-            [*_badged(cells, arm), *([arm.arm.describe or NOTHING] if describe else [])],
-            arm.name,
-        )
+        Row([*_badged(cells, arm), *([arm.arm.describe or NOTHING] if describe else [])], arm.name)
         for arm, cells in zip(result.ranked, told, strict=True)
     ]
     first, verdict, *others = told[0]
@@ -301,7 +298,7 @@ def _badged(cells: dict[str, str], arm: ArmResult) -> list[str | Badge]:
 
 
 def effects_table(effects: Sequence[MainEffect]) -> Table:
-    """The numbers of the main effects figure."""
+    """Return the numbers of the main effects figure."""
     rows = [
         Row([effect.factor, level_text(level, effect.factor), *_estimate(e), str(effect.groups)])
         for effect in effects
@@ -312,7 +309,7 @@ def effects_table(effects: Sequence[MainEffect]) -> Table:
 
 
 def interactions_table(found: Sequence[Interaction]) -> Table:
-    """How far each pair of factors is from additive, at its worst cell."""
+    """Return how far each pair of factors is from additive, at its worst cell."""
     rows = []
     for one in found:
         at = ", ".join(f"{f}={level_text(v, f)}" for f, v in zip(one.factors, one.at, strict=True))
@@ -323,7 +320,7 @@ def interactions_table(found: Sequence[Interaction]) -> Table:
 
 
 def telemetry_table(telemetry: Sequence[CurveRow]) -> Table:
-    """Each arm, wire and parameter class: its measures averaged over steps and seeds."""
+    """Return each arm, wire and parameter class: its measures averaged over steps and seeds."""
     rows = [
         Row(
             [of["arm"], of["wire"], of["param_class"]]
@@ -338,7 +335,7 @@ def telemetry_table(telemetry: Sequence[CurveRow]) -> Table:
 
 
 def differences_table(result: StudyResult, appendix: Appendix) -> Table:
-    """What an arm's config has that its baseline's has not."""
+    """Return what an arm's config has that its baseline's has not."""
     rows = []
     for arm in result.arms:
         changed = appendix.differences(arm)
@@ -350,7 +347,7 @@ def differences_table(result: StudyResult, appendix: Appendix) -> Table:
 
 
 def commands_table(result: StudyResult, appendix: Appendix) -> Table:
-    """How to run one seed of each arm again, after the runs that the arms start from."""
+    """Return how to run one seed of each arm again, after the runs that the arms start from."""
     told = [(arm.name, appendix.command(arm)) for arm in result.arms]
     rows = [Row([f"prepare {name}", line]) for name, line in appendix.prepared().items()]
     rows += [Row([name, command], name) for name, command in told if command]
@@ -381,7 +378,7 @@ def _estimate(e: Estimate) -> list[str]:
 
 
 def run_links(root: Path, runs: Mapping[int, Run]) -> Links:
-    """Each run's folder, seen from `root`, and its page in wandb where it has one."""
+    """Return each run's folder, seen from `root`, and its page in wandb where it has one."""
     pairs = []
     for seed, run in sorted(runs.items()):
         folder = Path(os.path.relpath(run.dir, root)).as_posix()
@@ -404,8 +401,8 @@ LONE += "band the size of the noise is unknown."
 
 
 def opening(result: StudyResult) -> Terms:
-    """The first lines: baseline, margin, stopping rule, controls; with one seed also what it shows,
-    and the noise band."""
+    """Return the first lines: baseline, margin, stopping rule, controls; with one seed also what it
+    shows, and the noise band."""
     study = result.study
     margin = f"±{study.margin:.2%} of the baseline's held-out loss"
     if result.margin is not None:
@@ -430,7 +427,7 @@ def opening(result: StudyResult) -> Terms:
 
 
 def controls_hold(result: StudyResult) -> bool:
-    """Whether each came out as it must, as far as there are seeds to tell."""
+    """Return whether each came out as it must, as far as there are seeds to tell."""
     return not any(c.wrong for c in result.controls)
 
 
@@ -470,7 +467,7 @@ def _stopping(result: StudyResult) -> str:
 
 
 def decision(result: StudyResult) -> list[str]:
-    """How the question is decided, as sentences."""
+    """Return how the question is decided, as sentences."""
     lone = "These tests need two seeds or more. With one, as here, every finished arm is undecided."
     return [
         f"{_seed(result)} The gap of a seed is an arm's held-out loss after the last step minus "
@@ -506,7 +503,7 @@ def _seed(result: StudyResult) -> str:
 
 
 def effect_notes(effects: Sequence[MainEffect]) -> list[str]:
-    """What a main effect could not use, one sentence a factor."""
+    """Return what a main effect could not use, one sentence a factor."""
     return [
         f"{effect.factor}: no arms that differ in this factor alone for {_levels(effect)}; these "
         "are shown as dots."

@@ -64,7 +64,7 @@ def export(roots: Sequence[Path], out: Path, steps: bool = False) -> int:
 
 
 def run_rows(results: Sequence[StudyResult], roots: Sequence[Path]) -> list[Row]:
-    """One row a run, folder by folder, arms in the study's order, then seeds.
+    """Return one row a run, folder by folder, arms in the study's order, then seeds.
 
     Losses and gap in nats per token, heldout_accuracy the share of held-out tokens that were
     predicted (0 to 1), heldout_bits_per_byte the held-out loss in bits a byte of text, seconds of
@@ -127,7 +127,7 @@ def _run_row(
 
 
 def step_rows(result: StudyResult) -> Iterator[list[Row]]:
-    """Rows of one run at a time: every step's losses, norm and bytes (the step's, all ranks).
+    """Yield rows of one run at a time: every step's losses, norm and bytes (the step's, all ranks).
 
     gap: the step's loss minus that of the arm's baseline (the mean of it and its repeats) in the
     same seed and step.

@@ -32,7 +32,7 @@ _SIGNS |= {"~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "≠": "$\\ne$
 
 
 def html(document: Document) -> str:
-    """The whole page, with its style, scripts, figures and data inside."""
+    """Return the whole page, with its style, scripts, figures and data inside."""
     from zpp_lab.study.report.figures.draw import vega_bundle  # charts: a second to import
 
     environment = jinja2.Environment(
@@ -59,7 +59,7 @@ def html(document: Document) -> str:
 
 
 def markdown(document: Document) -> str:
-    """Figures are links to their SVG files in the folder figures."""
+    """Return figures are links to their SVG files in the folder figures."""
     parts = [f"# {document.title}", f"**{document.question}**"]
     for section in document.sections:
         if section and not section.page_only:
@@ -112,7 +112,7 @@ def _lines_of_code(text: str) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """`|` in a cell is escaped."""
+    """Write a Markdown table; `|` in a cell is escaped."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(
         "| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines
@@ -120,7 +120,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def latex(table: Table, caption: str, label: str) -> str:
-    """A table environment, for a paper: `input` it where the package booktabs is loaded."""
+    """Return a table environment, for a paper: `input` it where the package booktabs is loaded."""
     columns, texts = _for_paper(table)
     align = "".join("r" if column.kind == "number" else "l" for column in columns)
     head, *rows = (

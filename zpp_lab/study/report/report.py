@@ -28,19 +28,8 @@ from zpp_lab.study.report.speed.figures import SPEED_NAMES, highlighted, make_sp
 from zpp_lab.study.report.style import Style, arm_looks
 from zpp_lab.study.report.table import console_table, margin_line, results_csv
 from zpp_lab.study.report.trials import NAME as TRIALS
-from zpp_lab.study.report.trials import (
-    find_trials,
-    trials_console,
-    trials_document,
-    trials_table,
-)
-from zpp_lab.study.speed.results import (
-    BASE,
-    Predict,
-    copy_table,
-    read_speeds,
-    speed_file,
-)
+from zpp_lab.study.report.trials import find_trials, trials_console, trials_document, trials_table
+from zpp_lab.study.speed.results import BASE, Predict, copy_table, read_speeds, speed_file
 from zpp_lab.study.speed.speeds import COPY
 
 
@@ -56,11 +45,7 @@ class Report:
     table: str
 
 
-_PAGE_ONLY = (
-    "Floor (s)",
-    "Of the floor",
-    "Host waits (s)",
-)  # not in a terminal
+_PAGE_ONLY = ("Floor (s)", "Of the floor", "Host waits (s)")  # not in a terminal
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Column:
-    """A table's column. Numbers stand right; code is a command or a setting a line; links are for
-    the page alone."""
+    """A table's column. Numbers stand right, code has lines, links are for the page alone."""
 
     name: str
     kind: Literal["words", "number", "code", "links"] = "words"
@@ -87,8 +86,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table whose first column names its rows. id: its anchor on the page. page_only: Markdown
-    leaves it out."""
+    """A table whose first column names its rows. page_only: Markdown leaves it out."""
 
     id: str
     caption: str
@@ -107,8 +105,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A Vega-Lite specification with its data, and its words. name: of its files, and its anchor
-    on the page."""
+    """A Vega-Lite specification with its data, title and caption. name: of its files."""
 
     name: str
     title: str

@@ -121,7 +121,7 @@ def arm_looks(
     controls: Collection[str] = (),
     taken: Mapping[str, Look] | None = None,
 ) -> dict[str, Look]:
-    """The looks of the baseline and of the first arms after it, TOLD in all, in that order.
+    """Return the looks of the baseline and of the first arms after it, TOLD in all, in that order.
 
     No two are alike. controls: arms in grey tones, as long as there are some. taken: looks that
     arms have already; the others get what these leave.
@@ -136,7 +136,7 @@ def arm_looks(
 
 
 def study_looks(study: StudyConfig, told: Sequence[str] = ()) -> dict[str, Look]:
-    """The looks of a study's arms. told: those that get one, where there are more than TOLD."""
+    """Return the looks of a study's arms; of those in `told`, where they are many."""
     controls = [arm.name for arm in study.arms if arm.role in CONTROLS]
     return arm_looks(told or [arm.name for arm in study.arms], study.baseline, controls)
 
@@ -155,7 +155,7 @@ class Style:
         return arm if arm in self.colors else OTHERS
 
     def dress(self, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The rows with the field `look`; those drawn last, on top, are last: the baseline's."""
+        """Return the rows with the field `look`; the baseline's come last, on top."""
         order = {OTHERS: 0, self.baseline: 2}
         dressed = [{**row, "look": self.look(row["arm"])} for row in rows]
         return sorted(dressed, key=lambda row: order.get(row["look"], 1))
@@ -163,7 +163,7 @@ class Style:
     def color(
         self, rows: Iterable[Mapping[str, Any]], legend: alt.Legend | None = LINES
     ) -> alt.Color:
-        """Colour by arm; the legend has those of the dressed `rows`."""
+        """Return colour by arm; the legend has those of the dressed `rows`."""
         shown = self.shown(rows)
         return alt.Color(
             "look:N",
@@ -173,19 +173,19 @@ class Style:
         )
 
     def dash(self, rows: Iterable[Mapping[str, Any]]) -> alt.StrokeDash:
-        """Dash by arm; title and legend as the colour's, so that one legend shows both."""
+        """Return the dash by arm, with the colour's title and legend, so that one shows both."""
         shown = self.shown(rows)
         dashes: list[Any] = [self.dashes[look] for look in shown]
         scale = alt.Scale(domain=shown, range=dashes)
         return alt.StrokeDash("look:N", title="Arm", scale=scale, legend=LINES)
 
     def shown(self, rows: Iterable[Mapping[str, Any]]) -> list[str]:
-        """The looks of the dressed `rows`, in the legend's order."""
+        """Return the looks of the dressed `rows`, in the legend's order."""
         looks = {row["look"] for row in rows}
         return [look for look in self.colors if look in looks]
 
     def verdict(self, verdicts: Sequence[str]) -> alt.Color:
-        """Colour by what an arm's verdict means; no legend, as words or shapes stand beside it."""
+        """Return colour by what an arm's verdict means; no legend, words stand next to it."""
         shown = [verdict for verdict in SHAPES if verdict in verdicts]
         colors = [MEANING.get(verdict, GREY) for verdict in shown]
         scale = alt.Scale(domain=shown, range=colors)
@@ -202,25 +202,25 @@ class Style:
 
 
 def chart(data: str, by_arm: bool = True) -> alt.Chart:
-    """A chart on the rows called `data`, which `finish` adds; the page's filter hides arms."""
+    """Return a chart on the rows called `data`; the page's filter hides arms."""
     made = alt.Chart(alt.NamedData(name=data))
     return made.transform_calculate(look=_LOOK).transform_filter(NOT_HIDDEN) if by_arm else made
 
 
 def legend_pick(field: str = "look", name: str = "pick") -> alt.Parameter:
-    """A click on an entry of the legend of `field` singles it out. For `add_params` of one mark
-    that has this legend: a layer, or a mark without it, would leave the legend dead."""
+    """Return a click on an entry of the legend of `field` singles it out. For `add_params` of one
+    mark that has this legend: a layer, or a mark without it, would leave the legend dead."""
     return alt.selection_point(name=name, fields=[field], bind="legend")
 
 
 def quantities(told: Mapping[str, tuple[str, str]]) -> list[alt.Tooltip]:
-    """What a mark says when it is held: the title and the format of each numeric field."""
+    """Return what a mark says when it is held: the title and the format of each numeric field."""
     return [alt.Tooltip(f"{k}:Q", title=title, format=form) for k, (title, form) in told.items()]
 
 
 def beside(panels: Sequence[alt.LayerChart], columns: int, **more: Any) -> dict[str, Any]:
-    """The panels in rows of `columns`, for `finish`. Altair's own concat copies them for seconds.
-    Parameters go to the top, as there; panels' own need names of their own."""
+    """Return the panels in rows of `columns`, for `finish`. Altair's own concat copies them for
+    seconds. Parameters go to the top, as there; panels' own need names of their own."""
     specs = [panel.to_dict(validate=False) for panel in panels]
     params = [param for one in specs for param in one.get("params", [])]
     kept = ("$schema", "config", "params")
@@ -231,7 +231,7 @@ def beside(panels: Sequence[alt.LayerChart], columns: int, **more: Any) -> dict[
 def finish(
     made: Any, rows: Mapping[str, Sequence[Mapping[str, Any]]], side: int, legend: int = 0
 ) -> dict[str, Any]:
-    """A whole figure with the common look, as a Vega-Lite specification.
+    """Return a whole figure with the common look, as a Vega-Lite specification.
 
     rows: the data of the names that the chart's marks use. They are added here, at the end,
     because Altair copies and checks all that it holds over and over. side, legend: pixels that
@@ -267,7 +267,7 @@ class GapAxis:
 
     @classmethod
     def around(cls, margin: float, low: float, high: float) -> GapAxis:
-        """The axis for data from low to high; it reaches at least ±2 margins."""
+        """Return the axis for data from low to high; it reaches at least ±2 margins."""
         return cls(margin, min(low * 1.3, -2 * margin), max(high * 1.3, 2 * margin))
 
     @property
@@ -276,14 +276,14 @@ class GapAxis:
         return alt.Scale(type="symlog", constant=self.margin / 2, domain=ends, nice=False)
 
     def axis(self, length: float, across: bool = False) -> alt.Axis:
-        """The axis of a panel of so many pixels; `across`: its labels stand side by side."""
+        """Return the axis of a panel of so many pixels; `across`: its labels stand side by side."""
         label = f"abs(abs(datum.value) / {self.margin} - 1) < 1e-9 ? format(datum.value, '+.2~g') "
         label += ": datum.value == 0 ? '0' : format(datum.value, '+~g')"
         values = self.ticks(length, across)
         return alt.Axis(values=values, labelExpr=label, labelOverlap=False)
 
     def ticks(self, length: float, across: bool = False) -> list[float]:
-        """0, the ends of the margin, then 1 and 3 of every decade, as their labels find room."""
+        """Return 0, the ends of the margin, then 1 and 3 of each decade, where labels fit."""
         beyond = [d for c in (1, 3) for k in range(-9, 6) if (d := c * 10.0**k) > self.margin]
         kept: list[float] = []
         for mark in (0.0, *(sign * d for d in (self.margin, *beyond) for sign in (1, -1))):
@@ -299,7 +299,7 @@ class GapAxis:
         return abs(self.place(one) - self.place(other)) * length >= room
 
     def place(self, value: float) -> float:
-        """Where a value lies on the axis, from 0 to 1."""
+        """Return where a value lies on the axis, from 0 to 1."""
         low, high = self._log(self.low), self._log(self.high)
         return (self._log(value) - low) / (high - low)
 

@@ -51,8 +51,8 @@ SENT = {"Bytes": "over all links", "Bytes between nodes": "between nodes"}
 
 
 def results_csv(result: StudyResult) -> str:
-    """One line a run, arms in the study's order, then seeds. The same runs give the same bytes:
-    no column holds wall-clock values, so a killed study's equals an undisturbed one's.
+    """Return one line a run, arms in the study's order, then seeds. The same runs give the same
+    bytes: no column holds wall-clock values, so a killed study's equals an undisturbed one's.
 
     `steps` is a finished run's; `last_step` how far any run came.
     Losses and gap in nats per token, bytes_WIRE_HOP the run's total over all ranks,
@@ -100,9 +100,9 @@ def _csv_row(arm: ArmResult, seed: int, run: Run) -> dict[str, Any]:
 
 
 def verdict_rows(result: StudyResult) -> list[dict[str, str]]:
-    """The verdict table's cells as text, one row an arm, as `ranked`. The keys are COLUMNS, with
-    one seed BAND_COLUMN after the gap, READOUT after it where runs have one, and QUANTIZED after
-    the bytes where runs tell it (older ones do not)."""
+    """Return the verdict table's cells as text, one row an arm, as `ranked`. The keys are COLUMNS,
+    with one seed BAND_COLUMN after the gap, READOUT after it where runs have one, and QUANTIZED
+    after the bytes where runs tell it (older ones do not)."""
     rows = [dict(zip(COLUMNS, _cells(result, arm), strict=True)) for arm in result.ranked]
     readouts = [gap_cell(result.readout_gap(arm)) for arm in result.ranked]
     if any(cell != NOTHING for cell in readouts):
@@ -134,7 +134,7 @@ def _quantized(arm: ArmResult) -> str:
 
 
 def band_cell(result: StudyResult, arm: ArmResult, bands: Mapping[str, float]) -> str:
-    """Where an arm's gap lies beside its baseline's noise band, such as "below, 1.5×"."""
+    """Compare an arm's gap with its baseline's noise band, such as "below, 1.5×"."""
     at = beside(result, arm, bands)
     if at is None:
         return NOTHING
@@ -150,14 +150,14 @@ def _cells(result: StudyResult, arm: ArmResult) -> list[str]:
 
 
 def perplexity(loss: float | None) -> str:
-    """exp of a loss in nats a token; of a mean over seeds their perplexities' geometric mean."""
+    """Return exp of a loss in nats a token: of a mean over seeds, the geometric mean."""
     if loss is None:
         return NOTHING
     return f"{math.exp(loss):#.4g}".rstrip(".") if loss < 700 else "∞"
 
 
 def correction_line(result: StudyResult) -> str:
-    """One sentence on what the corrected p-values stand for."""
+    """Return one sentence on what the corrected p-values stand for."""
     study, looks = result.study, len(look_sizes(result.study))
     arms = sum(a.verdict != "baseline" and a.arm.role not in EXPECTED for a in result.every)
     text = f"p-values are corrected for {arms} {'arm' if arms == 1 else 'arms'} (Holm's method, "
@@ -171,7 +171,7 @@ def correction_line(result: StudyResult) -> str:
 
 
 def p_value_line(result: StudyResult) -> str:
-    """What the columns of the p-values are."""
+    """Return what the columns of the p-values are."""
     looked = " Looks: how often an arm has been tested so far, as seeds were added."
     return (
         "p (differs): how probable so large a gap is if there is none. p (inside): how probable so "
@@ -182,7 +182,7 @@ def p_value_line(result: StudyResult) -> str:
 
 
 def console_table(result: StudyResult) -> str:
-    """The verdicts for a terminal, with the rule below them and what could not be used.
+    """Return the verdicts for a terminal, with the rule below them and what could not be used.
 
     Few columns, so that a row stays on its line; the report has all.
     """
@@ -200,7 +200,7 @@ def console_table(result: StudyResult) -> str:
 
 
 def sent_column(result: StudyResult) -> str:
-    """The column of the bytes that a reader asks for first."""
+    """Return the column of the bytes that a reader asks for first."""
     inter = any(arm.bytes_inter is not None for arm in result.arms)
     return "Bytes between nodes" if inter else "Bytes"
 
@@ -224,7 +224,7 @@ def margin_line(result: StudyResult) -> str:
 
 
 def interval_line(result: StudyResult) -> str:
-    """Over what the intervals of the gaps are; arms without documents are named."""
+    """Say what the intervals of the gaps cover; arms without documents are named."""
     arms = [arm for arm in result.every if arm.verdict != "baseline"]
     tested = [arm for arm in arms if arm.gap is not None and arm.gap.interval is not None]
     alone = [arm.name for arm in tested if arm.gap and arm.gap.documents is None]
@@ -265,7 +265,7 @@ def _one_seed_line(result: StudyResult) -> str:
 
 
 def band_widths(result: StudyResult) -> str:
-    """Of each baseline's noise band; "" without one."""
+    """Return the width of each baseline's noise band; "" without one."""
     bands = noise_bands(result)
     return ", ".join(
         f"±{nats(noise)} nats" + (f" around {base}" if len(bands) > 1 else "")

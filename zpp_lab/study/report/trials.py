@@ -131,7 +131,7 @@ def find_trials(result: StudyResult) -> Trials | None:
 
 
 def trials_document(found: Trials, figures: Sequence[Figure], root: Path) -> Document:
-    """The whole report; figures: those of the runs, such as the loss over training."""
+    """Return the whole report; figures: those of the runs, such as the loss over training."""
     first, *more = found.answer
     known = [trial for trial in found.ranked if trial.loss is not None]
     drawn = [Figure(NAME, "Settings and loss", _CAPTION, trials_figure(found))] if known else []
@@ -152,7 +152,7 @@ def trials_document(found: Trials, figures: Sequence[Figure], root: Path) -> Doc
 
 
 def trials_table(found: Trials, root: Path) -> Table:
-    """One row a trial, as `ranked`."""
+    """Return one row a trial, as `ranked`."""
     columns = [*words("Rank"), *numbers(*found.keys, "Held-out loss", "Above the best")]
     columns += [*numbers("Perplexity", "Seeds"), *words("State"), Column("Runs", "links")]
     rows = [
@@ -163,7 +163,7 @@ def trials_table(found: Trials, root: Path) -> Table:
 
 
 def trials_console(found: Trials) -> str:
-    """The answer and the trials for a terminal."""
+    """Return the answer and the trials for a terminal."""
     heads = ["Rank", *found.keys, "Held-out loss", "Above the best", "Perplexity", "Seeds", "State"]
     rows = _cells(found)
     parts = [text_table(heads, rows, left=1), " ".join(found.answer)]
@@ -202,7 +202,7 @@ def _notes(found: Trials) -> list[str]:
 
 
 def trials_figure(found: Trials) -> Spec:
-    """Loss over each setting that varies, a panel a setting."""
+    """Return loss over each setting that varies, a panel a setting."""
     known = [trial for trial in found.ranked if trial.loss is not None]
     rows = [
         {

@@ -27,7 +27,7 @@ _TAIL_LINES, _TAIL_BYTES = 30, 8192
 
 
 def attempts(folder: Path) -> list[Attempt]:
-    """The failed starts, oldest first; a failure.json that nobody noted counts as one."""
+    """Return the failed starts, oldest first; a failure.json that nobody noted counts as one."""
     found = [one for line in _text(folder).splitlines() if (one := _attempt(line)) is not None]
     if not found and (last := read_json(folder / FAILURE)) is not None:
         found = [last]
@@ -64,7 +64,7 @@ def forget(folder: Path) -> None:
 
 
 def given_up(folder: Path, retries: int) -> str | None:
-    """Why a failed run is not started again, None when it is.
+    """Return why a failed run is not started again, None when it is.
 
     A divergence repeats itself: the run is deterministic. A crash or a lack of memory may not,
     and is tried again `retries` times.
@@ -145,7 +145,7 @@ class StudyOutcome:
 def ended_run(
     run: PlannedRun, code: int, out_of_memory: bool = False, how: str | None = None
 ) -> Run:
-    """The run as its folder shows it; one that left no word gets its failure.json here.
+    """Return the run as its folder shows it; one that left no word gets its failure.json here.
 
     out_of_memory: the kernel has killed a process of this machine for it meanwhile.
     how: what to say of a run that left no word, in place of the exit code.
@@ -160,7 +160,7 @@ def ended_run(
 
 
 def ending(run: Run) -> str:
-    """One line on a run that ended."""
+    """Return one line on a run that ended."""
     if run.summary is not None:
         return f"held-out loss {run.summary['heldout_loss']:.4f}, {run.summary['seconds']:.0f} s"
     error = str((run.failure or {}).get("error", "")).strip().splitlines() or [""]
@@ -178,13 +178,13 @@ def _write_failure(folder: Path, error: str, outcome: str) -> None:
 
 
 def last_error(log: Path) -> str | None:
-    """The exception that a log ends with, as Python prints it; None where it ends otherwise."""
+    """Return the exception that a log ends with, as Python prints it; None without one."""
     last = (log_tail(log).splitlines() or [""])[-1]
     return last if re.match(r"[\w.]+(Error|Exception|Failed): ", last) else None
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words; negative codes are signals."""
+    """Return an exit code in words; negative codes are signals."""
     if code >= 0:
         return f"the process ended with exit code {code} and without a summary; see {LOG}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
@@ -193,7 +193,7 @@ def how_it_ended(code: int) -> str:
 
 
 def log_tail(path: Path) -> str:
-    """The last lines of a log, for failure.json."""
+    """Return the last lines of a log, for failure.json."""
     if not path.exists():
         return ""
     text = path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")

@@ -60,8 +60,7 @@ _OTHERS = {  # settings of the launcher that say the same in another way → whi
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run asks of Slurm. gpus_per_node: 0 for none; mem_gb: of each node's memory, 0 for
-    all of it."""
+    """What a run asks of Slurm. gpus_per_node: 0 for none; mem_gb of a node: 0 for all of it."""
 
     nodes: int
     tasks_per_node: int
@@ -96,8 +95,8 @@ class Batch:
         self.outcomes: dict[Path, str] = {}
 
     def run(self, todo: Sequence[PlannedRun], stop: Stop) -> None:
-        """Returns when every job has ended, or early when interrupted: jobs of a batch system
-        then go on by themselves."""
+        """Run the jobs. Returns when every job has ended, or early when interrupted: jobs of a
+        batch system then go on by themselves."""
         if not todo:
             return
         for run in todo:
@@ -127,14 +126,14 @@ class Batch:
 
 
 def check_batch(name: str, root: Path, settings: Sequence[str], runs: Sequence[PlannedRun]) -> None:
-    """ValueError, before anything is written, for a launcher that cannot start here or that is told
-    something else than a run needs."""
+    """Raise ValueError, before anything is written, for a launcher that cannot start here or that
+    is told something else than a run needs."""
     if check_launcher(name, root, settings, runs):
         check_sbatch(f"--launcher {name}", " (--dry-run shows their headers anywhere)")
 
 
 def check_sbatch(asked: str, more: str = "") -> None:
-    """ValueError, which begins with the words that asked for Slurm, where it is not to be had."""
+    """Raise ValueError, beginning with `asked`, where Slurm's sbatch is not found."""
     if shutil.which("sbatch") is None:
         raise ValueError(
             f"{asked}: sbatch not found; start this on a node that submits jobs to Slurm{more}"
@@ -144,8 +143,8 @@ def check_sbatch(asked: str, more: str = "") -> None:
 def check_launcher(
     name: str, root: Path, settings: Sequence[str], runs: Sequence[PlannedRun]
 ) -> list[tuple[list[str], str]]:
-    """(the arms, the header of their batch script) for each kind of job that Slurm gets; [] for
-    another launcher of Hydra's. ValueError for one that cannot start. Nothing is written."""
+    """Return (the arms, the header of their batch script) for each kind of job that Slurm gets; []
+    for another launcher of Hydra's. ValueError for one that cannot start. Nothing is written."""
     headers = []
     for group in jobs_of(name, root, settings, _named(runs)):
         config = _composed(name, root, [*settings, *group.words])
@@ -165,7 +164,7 @@ def _named(runs: Sequence[PlannedRun]) -> list[tuple[str, Config]]:
 def jobs_of(
     name: str, root: Path, settings: Sequence[str], runs: Sequence[tuple[str, Config]]
 ) -> list[Jobs]:
-    """The runs, each with what to call it, by what they ask of the launcher `name`, told
+    """Return the runs, each with what to call it, by what they ask of the launcher `name`, told
     `settings`. One group where it is not Slurm's. ValueError where it is told something else."""
     for word in settings:
         if not setting_of(word).startswith("hydra.launcher."):
@@ -190,8 +189,8 @@ def jobs_of(
 
 
 def needs(config: Config) -> Needs:
-    """A process for every rank of a real engine, on its node; else one with one GPU. Nodes that
-    share GPUs are one, where one task starts the ranks itself. Memory is what the plan knows,
+    """Return a process for every rank of a real engine, on its node; else one with one GPU. Nodes
+    that share GPUs are one, where one task starts the ranks itself. Memory is what the plan knows,
     twice for engine=virtual, of which it does not know all; with engine=deepspeed all of a node's.
     """
     engine, cluster = config.engine, config.cluster
@@ -317,8 +316,8 @@ def _words_of(name: str, root: Path, settings: Sequence[str]) -> list[str]:
 
 
 def hydra_settings(words: Sequence[str]) -> DictConfig:
-    """Hydra's own settings of a multirun with these words: its launcher, sweeper and what they are
-    told. ValueError as `compose`'s."""
+    """Return Hydra's own settings of a multirun with these words: its launcher, sweeper and what
+    they are told. ValueError as `compose`'s."""
     with _hydra() as main:
         try:
             composed = main.compose_config("config", list(words), run_mode=RunMode.MULTIRUN)
@@ -398,8 +397,7 @@ def _launch(launchers: Sequence[Launcher], work: Sequence[Sequence[Sequence[str]
 
 
 def task(composed: DictConfig) -> None:
-    """One job, or one rank of it. A second one of the same run waits here and then finds it
-    finished."""
+    """Run one job, or one rank of it. A second one of the same run waits and finds it finished."""
     from zpp_lab.train.launch.launcher import job
 
     job(to_config(composed))

@@ -32,7 +32,7 @@ ENTRY = "zpp_lab.train.launch.launcher:train"  # the pool holds the folder
 
 
 def next_seeds(study: StudyConfig, result: StudyResult) -> dict[str, list[int]]:
-    """Arm → further seeds to run now; empty when all is decided or the cap is reached.
+    """Return arm → further seeds to run now; empty when all is decided or the cap is reached.
 
     A pure function of the runs that have ended, so a study that was killed and started again
     asks for the same seeds. Runs of a look that have not ended are asked for again; failed runs

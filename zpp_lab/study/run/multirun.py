@@ -71,14 +71,14 @@ def multirun(overrides: list[str]) -> int:
 
 
 def by_hydra(task: Callable[[DictConfig], object], *words: str) -> None:
-    """Hydra's own command with these words, its flags among them, and the files of --config-dir."""
+    """Run Hydra's own command with these words and the files of --config-dir."""
     with _command_line("zpp-lab train", *words, *own_files()):
         main = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
         main(task)()
 
 
 def show(overrides: list[str], *flags: str) -> None:
-    """What Hydra's own --cfg and --info print of these settings."""
+    """Print what Hydra's own --cfg and --info print of these settings."""
     compose(overrides)  # a mistake in our words
     by_hydra(lambda _: None, *flags, *map(readable, overrides))
 
@@ -96,8 +96,8 @@ class Sweep:
 
 
 def planned_sweep(overrides: list[str]) -> Sweep:
-    """The runs of `zpp-lab train -m`, in their order. ValueError for what that refuses before its
-    first run; nothing is started or written."""
+    """Return the runs of `zpp-lab train -m`, in their order. ValueError for what that refuses
+    before its first run; nothing is started or written."""
     overrides = _placed(overrides)
     varying = _check_each(overrides)
     _check_names(overrides)

@@ -46,8 +46,8 @@ _ROUNDING = 1e-9
 
 
 def shape(config: Config) -> str:
-    """What decides a run's memory and seconds a step, as one text: model, cluster, batch, dtypes,
-    engine, and whether weights and gradients have codecs."""
+    """Return what decides a run's memory and seconds a step, as one text: model, cluster, batch,
+    dtypes, engine, and whether weights and gradients have codecs."""
     flat = flat_config(config)
     names = [*_SHAPE, *(f"train.{name}" for name in _SHAPE_TRAIN)]
     kept = {
@@ -83,13 +83,14 @@ class Memory:
         self.know(shape(run.config), peak)
 
     def know(self, key: str, peak: int | None) -> None:
-        """A peak measured elsewhere, in bytes, for a shape."""
+        """Note a peak measured elsewhere, in bytes, for a shape."""
         if peak:
             self._peaks[key] = max(int(peak), self._peaks.get(key, 0))
 
     def need(self, run: PlannedRun) -> Need:
-        """Whole GPUs for a run that ran out of memory before, and for one of several processes: in
-        time slices NCCL's kernels would wait each other out. Under MPS they do not."""
+        """Return whole GPUs for a run that ran out of memory before, and for one of several
+        processes: in time slices NCCL's kernels would wait each other out. Under MPS they do
+        not."""
         gpus = gpus_needed(run.config)
         if ran_out_of_memory(run.dir) or (gpus > 1 and PROGRAM not in os.environ):
             return Need(gpus)
@@ -138,7 +139,7 @@ class Places:
         return len(self._used)
 
     def take(self, need: Need) -> Slot | None:
-        """Room for `need`, the emptiest places first; None when it must wait."""
+        """Return room for `need`, the emptiest places first; None when it must wait."""
         count = need.places if self.gpus else min(need.places, len(self))
         fraction = need.fraction if self.gpus else 1.0
         room = [i for i, used in enumerate(self._used) if used + fraction <= 1 + _ROUNDING]
@@ -157,12 +158,12 @@ class Places:
         self._running -= 1
 
     def shared(self, slot: Slot) -> bool:
-        """Whether a run in `slot` has had less than a whole GPU."""
+        """Return whether a run in `slot` has had less than a whole GPU."""
         return bool(self.gpus) and slot.fraction < 1
 
 
 def make_places(jobs: int, runs_per_gpu: int, configs: Sequence[Config]) -> Places:
-    """The places for these runs; `jobs` caps how many run side by side.
+    """Return the places for these runs; `jobs` caps how many run side by side.
 
     jobs 0: as many as the GPUs take, or one a core without GPUs. runs_per_gpu 0: as many as
     memory takes. ValueError when a run needs more GPUs than the machine has.
@@ -184,13 +185,13 @@ def make_places(jobs: int, runs_per_gpu: int, configs: Sequence[Config]) -> Plac
 
 
 def check_jobs(jobs: int) -> None:
-    """ValueError for a number of runs side by side that is none."""
+    """Raise ValueError for a number of runs side by side that is none."""
     if jobs < 0:
         raise ValueError(f"jobs={jobs}: use 0 (as many as fit) or more")
 
 
 def gpus_needed(config: Config) -> int:
-    """One a rank; those of one node where all nodes share them."""
+    """Return one a rank; those of one node where all nodes share them."""
     cluster = config.cluster
     if not config.engine.ranked:
         return 1
@@ -198,14 +199,14 @@ def gpus_needed(config: Config) -> int:
 
 
 def gpus_to_share(configs: Sequence[Config]) -> list[str]:
-    """GPUs to share out; none when a run names its device (cpu, cuda:1) itself."""
+    """Return the GPUs to share out; none when a run names its device (cpu, cuda:1) itself."""
     if any(config.engine.device not in ("auto", "cuda") for config in configs):
         return []
     return list(visible_gpus(os.environ))
 
 
 def gpu_memory() -> int | None:
-    """Memory of the smallest GPU in bytes, from the driver's tool; None when it does not tell."""
+    """Return the smallest GPU's memory in bytes, from the driver's tool; None if unknown."""
     text = output(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
     sizes = [int(line) for line in (text or "").split() if line.isdigit()]
     return min(sizes) * 2**20 if sizes else None

@@ -44,21 +44,21 @@ _GIVEN = {  # settings that each run gets from its study → how to say them
 def differences(
     one: Config | Mapping[str, Any], other: Config | Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Keys whose values differ and change numbers → (value in one, value in other), by key."""
+    """Return key → (value in one, value in other) where they differ and change numbers."""
     a, b = flat_config(one), flat_config(other)
     return {key: (a.get(key), b.get(key)) for key in differing(a, b)}
 
 
 def fingerprint(config: Config) -> str:
-    """The settings that change numbers, apart from the seed and the recipe's name, as one text:
-    two arms with the same one would train the same."""
+    """Return the settings that change numbers, apart from the seed and the recipe's name, as one
+    text: two arms with the same one would train the same."""
     own = ("seed", "recipe.name")
     kept = {k: v for k, v in flat_config(config).items() if k not in own and not is_free(k)}
     return json.dumps(kept, sort_keys=True, default=str)
 
 
 def matching(study: StudyConfig, patterns: Sequence[str]) -> list[str]:
-    """The names of the arms that match one of `patterns` (shell's * and ?). ValueError for a
+    """Return the names of the arms that match one of `patterns` (shell's * and ?). ValueError for a
     pattern that matches none."""
     names = [arm.name for arm in study.arms]
     for pattern in patterns:
@@ -68,8 +68,8 @@ def matching(study: StudyConfig, patterns: Sequence[str]) -> list[str]:
 
 
 def some_arms(study: StudyConfig, patterns: Sequence[str]) -> StudyConfig:
-    """The study with the arms that match, the arms that these are compared with, its baseline, and
-    the composites that have all their arms."""
+    """Return the study with the arms that match, the arms that these are compared with, its
+    baseline, and the composites that have all their arms."""
     wanted = matching(study, patterns)
     kept = {study.baseline, *wanted}
     kept |= {base for arm in study.arms if arm.name in wanted for base in study.bases(arm)}
@@ -81,10 +81,10 @@ def some_arms(study: StudyConfig, patterns: Sequence[str]) -> StudyConfig:
 def heldout_default(
     study: StudyConfig, root: Path, compose: Compose, slurm: bool = False
 ) -> StudyConfig:
-    """The study with STUDY_HELDOUT held-out tokens where its runs have GPUs (of this machine, or
-    `slurm`'s) and nothing says how many: neither its words nor an experiment's file. One that has
-    begun in `root` goes on with what it began with, on any machine. ValueError when `root` holds
-    something else."""
+    """Return the study with STUDY_HELDOUT held-out tokens where its runs have GPUs (of this
+    machine, or `slurm`'s) and nothing says how many: neither its words nor an experiment's file.
+    One that has begun in `root` goes on with what it began with, on any machine. ValueError when
+    `root` holds something else."""
     check_folder(study, root)
     words = [*study.overrides, *(word for arm in study.arms for word in arm.overrides)]
     if any(setting_of(word) == "train.eval_tokens" for word in words):
@@ -159,8 +159,9 @@ class Planner:
         return f"study {self.study.name}, {'every arm' if every else ', '.join(whose)}: {error}"
 
     def first(self, arms: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[PlannedRun]:
-        """The runs of these arms and seeds (empty: all of the study's), after those that must have
-        finished before any arm starts. ValueError as for `plan`, and for an unknown arm."""
+        """Return the runs of these arms and seeds (empty: all of the study's), after those that
+        must have finished before any arm starts. ValueError as for `plan`, and for an unknown
+        arm."""
         names = [arm.name for arm in self.study.arms]
         unknown = [arm for arm in arms if arm not in names]
         if unknown:
@@ -172,7 +173,7 @@ class Planner:
         return [*self._first, *self.plan(dict.fromkeys(arms or names, seeds or self.study.seeds))]
 
     def plan(self, seeds: Mapping[str, Iterable[int]]) -> list[PlannedRun]:
-        """The runs of these seeds by arm, in the order they should start: baselines first,
+        """Return the runs of these seeds by arm, in the order they should start: baselines first,
         then the arms seed by seed. ValueError when a folder holds other settings."""
         bases = baselines(self.study)
         pairs = [(arm.name, seed) for arm in self.study.arms for seed in seeds.get(arm.name, ())]
@@ -199,7 +200,7 @@ class Planner:
 
 
 def baselines(study: StudyConfig) -> set[str]:
-    """The arms that others are compared with."""
+    """Return the arms that others are compared with."""
     return {study.baseline} | {a.name for a in study.arms if a.role.startswith("baseline")}
 
 
@@ -208,7 +209,7 @@ def run_folder(root: Path, arm: str, seed: int) -> Path:
 
 
 def run_overrides(study: StudyConfig, arm: ArmConfig, seed: int, folder: Path) -> list[str]:
-    """The Hydra overrides of one run; the same as in the report's commands."""
+    """Return the Hydra overrides of one run; the same as in the report's commands."""
     start = arm.start or next((one.name for one in study.prepare), None)
     before = folder.parents[1] / PREPARE / str(start)
     return [
@@ -221,13 +222,13 @@ def run_overrides(study: StudyConfig, arm: ArmConfig, seed: int, folder: Path) -
 
 
 def prepare_overrides(study: StudyConfig, one: PrepareConfig, folder: Path) -> list[str]:
-    """The Hydra overrides of a run before the arms."""
+    """Return the Hydra overrides of a run before the arms."""
     place = _place(study, one.name, folder)
     return [*study.overrides, *one.overrides, f"seed={one.seed}", *place]
 
 
 def overrides_of(study: StudyConfig, run: PlannedRun) -> list[str]:
-    """The Hydra overrides of a planned run."""
+    """Return the Hydra overrides of a planned run."""
     if run.prepares:
         one = next(p for p in study.prepare if p.name == run.arm)
         return prepare_overrides(study, one, run.dir)
@@ -258,7 +259,7 @@ def write_config(run: PlannedRun) -> None:
 
 
 def check_folder(study: StudyConfig, root: Path) -> None:
-    """ValueError when `root` holds the runs of another study, or is no folder."""
+    """Raise ValueError when `root` holds the runs of another study, or is no folder."""
     nearest = next(p for p in (root.absolute(), *root.absolute().parents) if p.exists())
     if not nearest.is_dir():
         raise ValueError(f"{nearest} is a file: set a folder with --dir")
@@ -291,8 +292,7 @@ def _check_different(study: StudyConfig, configs: Mapping[str, Config]) -> None:
 
 
 def _check_order_controls(study: StudyConfig, configs: Mapping[str, Config]) -> None:
-    """Two numbers have one sum in either order: a reversed sum of two ranks is no control, and no
-    repeat either."""
+    """A reversed sum of two ranks is the same sum: it is no control, and no repeat."""
     for arm in study.arms:
         config, base = (configs[name] for name in (arm.name, arm.against or study.baseline))
         cluster, recipe = config.cluster, config.recipe
@@ -334,8 +334,8 @@ def _conflict(shown: str, runs: Sequence[PlannedRun]) -> str:
 
 
 def check_runs(study: StudyConfig, runs: Sequence[PlannedRun], here: bool = True) -> None:
-    """ValueError for what would end runs that have not finished before their first step: once,
-    before the first of them starts. What a run of the study itself prepares comes later.
+    """Raise ValueError for what would end runs that have not finished before their first step:
+    once, before the first of them starts. What a run of the study itself prepares comes later.
     here: on this machine; elsewhere other files may be there."""
     if here and runs:
         resolve(runs[0].config.tracking.wandb)
@@ -382,7 +382,7 @@ def _check_trunk(config: Config, trunk: Config) -> None:
 
 
 def notes(runs: Sequence[PlannedRun]) -> list[str]:
-    """What a user must know of the runs' settings, once, with the arms that it is about."""
+    """Return what a user must know of the runs' settings, once, with the arms that it is about."""
     found: dict[str, dict[str, None]] = {}
     for run in runs:
         for note in run.config.train.notes:
@@ -391,5 +391,5 @@ def notes(runs: Sequence[PlannedRun]) -> list[str]:
 
 
 def to_do(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """The runs that have not finished; failed ones are among them."""
+    """Return the runs that have not finished; failed ones are among them."""
     return [run for run in runs if not run.finished]

@@ -49,7 +49,7 @@ class Progress:
         self._start = self._said = time.monotonic()
 
     def add(self, runs: Sequence[PlannedRun]) -> None:
-        """Runs that were decided on later."""
+        """Add runs that were decided on later."""
         self._total += len(runs)
         self._begun |= {run.dir: last_step(run.dir) for run in runs}
         self._steps += sum(run.config.train.steps - self._begun[run.dir] for run in runs)
@@ -99,7 +99,7 @@ class Countdown:
 
     @contextmanager
     def run(self, ended: bool) -> Iterator[None]:
-        """One run; `ended`: in an earlier call, so its time says nothing."""
+        """Yield one run; `ended`: in an earlier call, so its time says nothing."""
         self._index += 1
         self._stream.write(f"{self._line()}\n")
         self._stream.flush()
@@ -124,7 +124,7 @@ class Countdown:
 
 
 def duration(seconds: float | None) -> str:
-    """4:05 or 1:04:05, from 100 hours on 1,845 h; ? when it is not known."""
+    """Return 4:05 or 1:04:05, from 100 hours on 1,845 h; ? when it is not known."""
     if seconds is None:
         return "?"
     if seconds >= 360_000:
@@ -172,7 +172,7 @@ class Watch:
         return held(self.root)
 
     def look(self) -> list[RunState]:
-        """The state of every run, arms in the study's order."""
+        """Return the state of every run, arms in the study's order."""
         return [
             self._state(arm.name, seed) for arm in self.study.arms for seed in self._seeds(arm.name)
         ]
@@ -215,7 +215,7 @@ class Watch:
 
 
 def seconds_left(states: Sequence[RunState]) -> float | None:
-    """From the pace of all steps so far and the number of runs side by side; None before any."""
+    """Predict from the pace of all steps so far and the runs side by side; None before any."""
     seconds, steps = sum(s.seconds for s in states), sum(s.step for s in states)
     planned = [s.steps for s in states if s.steps is not None]
     if not steps or not planned:

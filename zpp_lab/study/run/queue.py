@@ -99,7 +99,7 @@ class Pool:
         self._jobs.append(_Job(run, slot, process))
 
     def wait(self, seconds: float) -> list[Ended]:
-        """The runs that ended within `seconds`."""
+        """Return the runs that ended within `seconds`."""
         ready = wait([job.process.sentinel for job in self._jobs], timeout=seconds)
         ended = [job for job in self._jobs if job.process.sentinel in ready]
         for job in ended:
@@ -258,8 +258,7 @@ class Queue:
 
 
 def _check_disk(folder: Path, result: Run) -> None:
-    """A full disk, or a user's full share of it, fails every run after the first: better stop and
-    say so."""
+    """Stop when a disk, or a user's share of it, is full: every further run would fail."""
     failure = result.failure or {}
     error = str(failure.get("error") or "").strip()
     free = shutil.disk_usage(folder).free
@@ -285,7 +284,7 @@ class Stop:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """Notes SIGINT and SIGTERM; the old handlers come back at the end."""
+    """Yield notes SIGINT and SIGTERM; the old handlers come back at the end."""
     stop = Stop()
     old: dict[int, object] = {}
     if threading.current_thread() is threading.main_thread():

@@ -127,7 +127,7 @@ class Measured:
 
 
 def speed_file(path: Path) -> Path:
-    """`path`, or the results.csv in a folder. ValueError without one."""
+    """Return `path`, or the results.csv in a folder. ValueError without one."""
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"{file}: no such file; `zpp-lab bench step --out FOLDER` makes one")
@@ -135,7 +135,7 @@ def speed_file(path: Path) -> Path:
 
 
 def is_speed_table(path: Path) -> bool:
-    """Whether `path` is a table of speeds, or a folder with one (a study's results.csv is none)."""
+    """Return whether `path` is a table of speeds, or a folder with one."""
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         return False
@@ -148,7 +148,7 @@ def is_speed_table(path: Path) -> bool:
 
 
 def read_speeds(path: Path) -> list[Measured]:
-    """Every measurement in the file's order. ValueError names the line and the column at fault."""
+    """Read all measurements in the file's order. ValueError names line and column."""
     file = speed_file(path)
     rows = read_table(file)
     measured = [_measured(row, f"{file}, line {n}") for n, row in enumerate(rows, 2)]
@@ -159,8 +159,8 @@ def read_speeds(path: Path) -> list[Measured]:
 
 
 def read_table(file: Path) -> list[dict[str, str]]:
-    """The rows as text. Where `config` is empty it is taken from the bench's JSON file of the
-    shape (2x2.json), if that lies beside the table."""
+    """Return the rows as text. Where `config` is empty it is taken from the bench's JSON file of
+    the shape (2x2.json), if that lies beside the table."""
     reader = csv.DictReader(_lines(file))
     absent = [name for name in NEEDED if name not in (reader.fieldnames or [])]
     if absent:
@@ -183,7 +183,7 @@ def _lines(file: Path) -> io.StringIO:
 
 
 def copy_table(source: Path, target: Path) -> None:
-    """The table of `source` with every config that is known, so that it stands alone."""
+    """Write the table of `source` with every config that is known, so that it stands alone."""
     rows = read_table(speed_file(source))
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]) if rows else NEEDED, lineterminator="\n")
@@ -270,7 +270,7 @@ def _config(text: str, place: str) -> Mapping[str, Any] | None:
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a.b": 1} → {"a": {"b": 1}}; a name that is a group as well gives way to it."""
+    """Return {"a.b": 1} → {"a": {"b": 1}}; a name that is a group as well gives way to it."""
     nested: dict[str, Any] = {}
     for name in sorted(flat):  # a group's own name comes before the names in it
         *groups, last = name.split(".")
@@ -284,7 +284,7 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def labels(measured: Sequence[Measured]) -> dict[Setting, str]:
-    """What each setting is called: its model and shape, with its batch where these are shared."""
+    """Name each setting by model and shape, with its batch where these are shared."""
     found = settings(measured)
     texts = [setting.text for setting in found]
     return {
@@ -296,7 +296,7 @@ def labels(measured: Sequence[Measured]) -> dict[Setting, str]:
 
 
 def settings(measured: Sequence[Measured]) -> list[Setting]:
-    """In the table's order."""
+    """Return the settings in the table's order."""
     return list(dict.fromkeys(m.setting for m in measured))
 
 

@@ -63,7 +63,7 @@ class StudySpeeds:
 
 
 def study_speeds(root: Path, result: StudyResult) -> StudySpeeds | None:
-    """Of the speed.csv in the study's folder; None without one. ValueError names a fault."""
+    """Read the speed.csv in the study's folder; None without one. ValueError names a fault."""
     path = root / COPY
     return match(read_speeds(path), result) if path.exists() else None
 
@@ -103,7 +103,7 @@ def match(measured: Sequence[Measured], result: StudyResult) -> StudySpeeds:
 
 
 def recipe_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """What a recipe does, by setting: short-hands and defaults filled in, its name left out.
+    """Return what a recipe does, by setting: short-hands and defaults filled in, its name left out.
 
     Two recipes do the same when these are equal. ValueError for settings that there are not.
     """
@@ -157,10 +157,7 @@ def _best(
 
 
 def _alike(
-    one: Measured,
-    arm: ArmResult,
-    own: Mapping[str, Any],
-    recipes: Mapping[int, Mapping[str, Any]],
+    one: Measured, arm: ArmResult, own: Mapping[str, Any], recipes: Mapping[int, Mapping[str, Any]]
 ) -> bool:
     settings = recipes.get(id(one))
     return one.arm in _names(arm) if settings is None else settings == own
@@ -264,12 +261,12 @@ def _span(low: float | None, high: float | None) -> str:
 
 
 def gbps_text(gbps: float) -> str:
-    """Three digits, and never an exponent."""
+    """Return three digits, and never an exponent."""
     return f"{gbps:,.0f}" if gbps >= 100 else f"{gbps:.3g}"
 
 
 def strongest_plain(measured: Sequence[Measured]) -> dict[tuple[Setting, str, str], Measured]:
-    """The fastest plain arm of each cell that has one."""
+    """Return the fastest plain arm of each cell that has one."""
     found: dict[tuple[Setting, str, str], Measured] = {}
     for m in measured:
         if m.plain and (m.cell not in found or m.tokens_per_s > found[m.cell].tokens_per_s):
@@ -278,8 +275,8 @@ def strongest_plain(measured: Sequence[Measured]) -> dict[tuple[Setting, str, st
 
 
 def twins(measured: Sequence[Measured]) -> dict[int, Measured]:
-    """By `id` the raw twin of each arm that names one. ValueError lists the twins that are missing:
-    without them nobody can tell what bits bring from what the partition brings."""
+    """Return by `id` the raw twin of each arm that names one. ValueError lists the twins that are
+    missing: without them nobody can tell what bits bring from what the partition brings."""
     there = {(m.cell, m.arm): m for m in measured}
     found, missing = {}, []
     for m in measured:
@@ -299,7 +296,7 @@ def twins(measured: Sequence[Measured]) -> dict[int, Measured]:
 
 
 def without_twin(measured: Sequence[Measured]) -> dict[Setting, list[str]]:
-    """Arms with codecs that were timed without a twin: in older tables, or with --no-twins."""
+    """Return arms with codecs timed without a twin: in older tables, or with --no-twins."""
     found: dict[Setting, dict[str, None]] = {}
     for m in measured:
         if m.coded and not m.twin:
@@ -308,7 +305,7 @@ def without_twin(measured: Sequence[Measured]) -> dict[Setting, list[str]]:
 
 
 def without_hsdp(measured: Sequence[Measured]) -> list[Setting]:
-    """Settings of several nodes with a link at which a call did not time HSDP, so that the
+    """Return settings of several nodes with a link at which a call did not time HSDP, so that the
     strongest plain arm may be missing."""
     found = dict.fromkeys(m.cell for m in measured if m.setting.nodes > 1)
     known = {m.cell for m in measured if m.arm == HSDP}
@@ -316,8 +313,8 @@ def without_hsdp(measured: Sequence[Measured]) -> list[Setting]:
 
 
 def speed_ups(measured: Sequence[Measured]) -> list[SpeedUp]:
-    """Of every measurement whose cell has a plain arm, the plain ones too. ValueError for a twin
-    that the table names and lacks."""
+    """Return the speed-up of every measurement whose cell has a plain arm, the plain ones too.
+    ValueError for a twin that the table names and lacks."""
     bases, raw = strongest_plain(measured), twins(measured)
     found = []
     for m in measured:
@@ -332,13 +329,14 @@ def speed_ups(measured: Sequence[Measured]) -> list[SpeedUp]:
 
 
 def without_base(measured: Sequence[Measured]) -> list[Setting]:
-    """Settings at which an arm has no base to be compared with at any link."""
+    """Return settings at which an arm has no base to be compared with at any link."""
     known = {one.at.setting for one in speed_ups(measured)}
     return [setting for setting in settings(measured) if setting not in known]
 
 
 def break_evens(ups: Sequence[SpeedUp]) -> list[BreakEven]:
-    """One for each setting and arm, but plain ones, that has a bandwidth; in the table's order.
+    """Return one for each setting and arm, but plain ones, that has a bandwidth; in the table's
+    order.
 
     Between two measured links the logarithm of the speed-up is taken as linear in that of the
     bandwidth. A speed-up of just 1 is not faster.

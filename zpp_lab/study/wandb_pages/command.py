@@ -22,7 +22,7 @@ _RUN_KEYS = {"job_type": "jobType"}
 
 
 def pages(spec: Spec, entity: str) -> tuple[Any, Any]:
-    """(workspace, report) as wandb-workspaces' objects, not saved yet; nothing is asked for.
+    """Return (workspace, report) as wandb-workspaces' objects, not saved yet; nothing is asked for.
 
     ValueError when the package is not installed or the specification has an unknown panel.
     """

@@ -34,7 +34,7 @@ FILES = ("report.html", "report.md", "results.csv", "report.tex")
 
 
 def can_publish(root: Path) -> bool:
-    """Whether `root` is a study's folder with a report in it."""
+    """Return whether `root` is a study's folder with a report in it."""
     return (root / STUDY_FILE).is_file() and (root / FILES[0]).is_file()
 
 
@@ -79,13 +79,13 @@ def publish(root: Path, mode: Mode) -> str | None:
 
 
 def tracking_of(root: Path) -> dict[str, Any]:
-    """The tracking settings of a study's first run; {} when no run has written its config."""
+    """Return the tracking settings of a study's first run; {} before there is one."""
     found = [run for run in run_folders(root) if (run.path / CONFIG).is_file()]
     return (found[0].config().get("tracking") or {}) if found else {}
 
 
 def study_project(root: Path) -> str:
-    """wandb's project of a study's runs."""
+    """Return wandb's project of a study's runs."""
     sent = [root / STATE, *(run.path / RUN_STATE for run in run_folders(root))]
     there = (project for path in sent if (project := read_state(path).get("project")))
     return project_of(tracking_of(root), next(there, None))

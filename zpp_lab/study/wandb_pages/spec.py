@@ -41,7 +41,7 @@ def make_spec(
     verdicts: str = "",
     told: Sequence[str] = (),
 ) -> Spec:
-    """The specification of a study's pages.
+    """Return the specification of a study's pages.
 
     verdicts: the verdict table in Markdown as of now; "" before anything has run. told: the arms
     that the report tells apart, where there are many; () before anything has run.
@@ -83,14 +83,14 @@ def make_spec(
 
 
 def gap_names(study: StudyConfig) -> list[str]:
-    """The series of the loss gap, one for each baseline that arms are paired with."""
+    """Return the series of the loss gap, one for each baseline that arms are paired with."""
     bases = [study.baseline, *(arm.against for arm in study.arms if arm.against)]
     return [f"gap_vs_{name}" for name in dict.fromkeys(bases)]
 
 
 def wires_of(study: StudyConfig) -> tuple[Wire, ...]:
-    """All that some arm may have: some wires only where an arm, or its recipe's file, has a setting
-    that brings them."""
+    """Return all that some arm may have: some wires only where an arm, or its recipe's file, has a
+    setting that brings them."""
     said = [*study.overrides, *(o for arm in study.arms for o in arm.overrides)]
     files = [as_written(o.removeprefix("recipe=")) for o in said if o.startswith("recipe=")]
     settings = {f"{key}={value}" for file in files for key, value in file.items()} | {*said}
@@ -102,7 +102,7 @@ def write_spec(path: Path, spec: Spec) -> None:
 
 
 def read_spec(path: Path) -> Spec:
-    """ValueError when the file is no specification of this version."""
+    """Raise ValueError when the file is no specification of this version."""
     spec = parse_json(path, "run zpp-lab dashboard again")
     if not isinstance(spec, dict) or spec.get("format") != FORMAT:
         raise ValueError(

@@ -143,7 +143,7 @@ def _measure(args: argparse.Namespace, on_gpu: bool) -> None:
 
 
 def modes_of(args: argparse.Namespace) -> list[Mode]:
-    """ValueError for one that there is not, and without eager."""
+    """Raise ValueError for one that there is not, and without eager."""
     words = args.modes.split(",")
     if not {"eager"} <= set(words) <= set(MODES):
         raise ValueError(f"--modes {args.modes}: use eager or eager,compiled")

@@ -59,7 +59,7 @@ class Links:
         self.cluster, self.device = cluster, device
 
     def inside(self, shipments: Sequence[int]) -> Inside:
-        """By bytes that a rank receives from the others of its node."""
+        """Measure the links inside a node, by bytes that a rank receives from its node."""
         link: Link = "local" if self.cluster.nodes > 1 else "world"
         local = self.cluster.gpus_per_node
         gather, reduce = (self._curve(kind, link, local, shipments) for kind in KINDS)
@@ -89,8 +89,9 @@ class Links:
         return min(1.0, max(0.0, (beside - alone) / min(moved, beside)))
 
     def between(self, shipments: Sequence[int], gbps: float) -> Between:
-        """From the smallest shipment and the largest, both by all ranks of a node at once.
-        ValueError on one host, and where a link is faster than its name."""
+        """Measure the links between nodes, from the smallest shipment and the largest, both by all
+        ranks of a node at once. ValueError on one host, and where a link is faster than its
+        name."""
         nodes, local = self.cluster.nodes, self.cluster.gpus_per_node
         if nodes == 1:
             raise ValueError(
@@ -131,7 +132,7 @@ class Links:
 
 
 def codecs(bits: Sequence[int], numel: int, device: torch.device) -> CodecSeconds:
-    """Seconds an element of the inputs, of bf16 values, by operator and codec."""
+    """Return seconds an element of the inputs, of bf16 values, by operator and codec."""
     seconds: dict[str, dict[str, float]] = {op: {} for op in OPERATORS}
     for codec in _every(bits):
         for op in OPERATORS:
@@ -188,19 +189,19 @@ Times = tuple[float, ...]  # seconds of forward and backward; under FSDP2 of a w
 
 
 def curve(shapes: Sequence[Shape], mode: str, device: torch.device) -> Curve:
-    """Seconds by the FLOPs of one forward."""
+    """Return seconds by the FLOPs of one forward."""
     return rising([(flops(shape), block_seconds(shape, mode, device)) for shape in shapes])
 
 
 def flops(shape: Shape) -> float:
-    """Of a forward, as `train/speed.py` counts them."""
+    """Return the FLOPs of a forward, as `train/speed.py` counts them."""
     dim, ffn, _, tokens = shape
     weights = 4 * dim * dim + 3 * dim * ffn
     return 2.0 * weights * tokens + 2.0 * min(tokens, SEQUENCE) * dim * tokens
 
 
 def rising(points: Sequence[tuple[float, float]]) -> Curve:
-    """A curve whose seconds never fall: a larger amount that was faster is noise."""
+    """Return a curve whose seconds never fall: a larger amount that was faster is noise."""
     made: list[tuple[float, float]] = []
     for amount, seconds in sorted(points):
         made.append((amount, max(seconds, made[-1][1] if made else 0.0)))
@@ -208,7 +209,7 @@ def rising(points: Sequence[tuple[float, float]]) -> Curve:
 
 
 def block_seconds(shape: Shape, mode: str, device: torch.device) -> float:
-    """A third of forward and backward, on the device."""
+    """Return a third of forward and backward, on the device."""
     block, x = drawn_block(shape, mode, device)
     ran = device_seconds(lambda: passed(block, x), device)
     return ran / 3
@@ -221,7 +222,7 @@ def passed(block: nn.Module, x: Tensor) -> None:
 
 
 def drawn_block(shape: Shape, mode: str, device: torch.device) -> tuple[nn.Module, Tensor]:
-    """A block in bf16 and its input [batch, length, dim]."""
+    """Return a block in bf16 and its input [batch, length, dim]."""
     dim, ffn, heads, tokens = shape
     settings = ModelConfig(dim=dim, ffn=ffn, heads=heads, kv_heads=heads, layers=1, vocab_size=16)
     model = drawn(settings, device).bfloat16()
@@ -236,7 +237,7 @@ def drawn_block(shape: Shape, mode: str, device: torch.device) -> tuple[nn.Modul
 
 @torch.no_grad()
 def drawn(settings: ModelConfig, device: torch.device) -> Any:
-    """The built-in decoder with weights of about the usual size."""
+    """Return the built-in decoder with weights of about the usual size."""
     model = build_model(settings, settings.vocab_size, "meta")
     materialize(model, device)
     for p in model.parameters():
@@ -245,21 +246,21 @@ def drawn(settings: ModelConfig, device: torch.device) -> Any:
 
 
 def device_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Median of one call; on a GPU its own time, the host being ahead."""
+    """Return median of one call; on a GPU its own time, the host being ahead."""
     call()
     call()
     return statistics.median(call_seconds(call, device, AHEAD) for _ in range(COMPUTE_REPEATS))
 
 
 def copy_rate(nbytes: int, device: torch.device) -> float:
-    """Bytes a second, read and written."""
+    """Return bytes a second, read and written."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * nbytes / device_seconds(lambda: target.copy_(source), device)
 
 
 def host(layers: int, width: int, normed: int, modes: Sequence[Mode], device: torch.device) -> Host:
-    """Every rank calls it; seconds are this rank's. layers: 2 or more."""
+    """Return every rank calls it; seconds are this rank's. layers: 2 or more."""
     calls = cases(layers, width, modes, device)
     with settled():
         times = in_turns(calls)
@@ -268,8 +269,9 @@ def host(layers: int, width: int, normed: int, modes: Sequence[Mode], device: to
 
 
 def figures(times: Mapping[Case, Times], layers: int, modes: Sequence[Mode], norm_s: float) -> Host:
-    """From the seconds of each case with one block and with `layers`. Noise may make a part
-    negative; it counts as 0 then, and the parts after it bear the difference."""
+    """Work out the host's figures from the seconds of each case with one block and with `layers`.
+    Noise may make a part negative; it counts as 0 then, and the parts after it bear the
+    difference."""
 
     def each(what: str, mode: str, part: int) -> float:
         few, many = times[what, mode, 1][part], times[what, mode, layers][part]
@@ -313,7 +315,7 @@ def cases(
 
 
 def in_turns(calls: Mapping[Case, Callable[[], Times]]) -> dict[Case, Times]:
-    """Medians of what each call returns; two turns warm up."""
+    """Return medians of what each call returns; two turns warm up."""
     found: dict[Case, list[Times]] = {case: [] for case in calls}
     for _ in range(HOST_REPEATS + 2):
         for case, call in calls.items():

@@ -39,7 +39,7 @@ def start(words: Sequence[str], ranks: int) -> None:
 
 
 def join(on_gpu: bool) -> torch.device:
-    """Joins the ranks; this one's device."""
+    """Join the ranks; returns this one's device."""
     die_with_parent()
     device = torch.device("cpu")
     if on_gpu:
@@ -52,7 +52,7 @@ def join(on_gpu: bool) -> torch.device:
 def call_seconds(
     call: Call, device: torch.device, ahead: int, before: Call = lambda: None
 ) -> float:
-    """One call; on a GPU its own time, which waits `ahead` clock ticks while the host queues
+    """Return one call; on a GPU its own time, which waits `ahead` clock ticks while the host queues
     `before`, not counted, and the call."""
     if device.type != "cuda":
         began = time.perf_counter()
@@ -80,7 +80,7 @@ class Timing:
         self.tick = torch.zeros(1, device=device)
 
     def milliseconds(self, call: Call) -> float:
-        """Median over calls of the slowest rank's time; the cache is flushed between calls.
+        """Return median over calls of the slowest rank's time; the cache is flushed between calls.
 
         On GPUs it is the devices' time: the host is ahead of them, as in training, and they
         start together.

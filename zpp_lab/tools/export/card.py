@@ -84,7 +84,7 @@ RECORD = "zpp_lab.json"
 
 
 def instructions(dtype: str, computed_in: str, grids: int, built_in: bool) -> str:
-    """Markdown. dtype: the folder's; computed_in: the run's; grids: how many kinds of packed
+    """Return Markdown. dtype: the folder's; computed_in: the run's; grids: how many kinds of packed
     weights; built_in: whether another implementation than transformers' trained the model."""
     kind = rounded_to(dtype, computed_in)
     of = {"kind": kind, "name": f"torch.{_NAMES[kind]}"}
@@ -100,8 +100,8 @@ def instructions(dtype: str, computed_in: str, grids: int, built_in: bool) -> st
 
 
 def rounded_to(dtype: str, computed_in: str) -> str:
-    """What the weights of a folder in `dtype` are to be rounded to once they are unpacked: what
-    the model was trained in, unless the folder's own dtype has rounded them already."""
+    """Return what the weights of a folder in `dtype` are to be rounded to once they are unpacked:
+    what the model was trained in, unless the folder's own dtype has rounded them already."""
     return computed_in if dtype == "fp32" else dtype
 
 
@@ -207,7 +207,7 @@ def write_card(folder: Path, card: Card, license: str | None = None) -> None:
 
 
 def plain_text(config: Config, step: int, dtype: str, merged: bool) -> str:
-    """Of weights as the optimizer has them."""
+    """Describe weights as the optimizer has them."""
     of = f"recipe `{config.recipe.name}`, seed {config.seed}, step {step}"
     added = " The adapters are added to the frozen base that they were trained on." * merged
     model = config.model
@@ -227,7 +227,7 @@ def adapter_text(config: Config, step: int) -> str:
 def write_readme(
     folder: Path, config: Config, text: str, license: str | None, library: str = "transformers"
 ) -> None:
-    """README.md with the Hub's metadata. license: what the user says; None: the base's own."""
+    """Write README.md with the Hub's metadata. license: None takes the base's own."""
     base, began = base_of(config)
     own = license or (base and _license(base)) or "unknown"
     facts = {"library_name": library, "license": own}
@@ -240,8 +240,9 @@ def write_readme(
 
 
 def base_of(config: Config) -> tuple[Path | None, str]:
-    """The folder of the pretrained weights that training began with, through the runs that it went
-    on from, and what a card says of it; None of random weights, or where such a run is gone."""
+    """Return the folder of the pretrained weights that training began with, through the runs that
+    it went on from, and what a card says of it; None of random weights, or where such a run is
+    gone."""
     model = config.model
     if model.start is None:
         if model.weights != "pretrained" or not model.path:

@@ -55,8 +55,8 @@ EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 
 def merge_adapters(config: Config, saved: SavedWeights) -> tuple[Config, SavedWeights]:
-    """The run without adapters: its config, and weights that hold them, which no wire brings.
-    Others as they are."""
+    """Return the run without adapters: its config, and weights that hold them, which no wire
+    brings. Others as they are."""
     if not config.model.lora.on:
         return config, saved
     plain = replace(config.model, lora=LoraConfig())
@@ -93,13 +93,13 @@ class MergedWeights:
         self.start = self.model.start(config.seed)
 
     def wired(self) -> MergedWeights | None:
-        """The same, with the adapters that the gather before forward brings at the checkpoint's
-        step; None where they travel as their own bytes."""
+        """Return the same, with the adapters that the gather before forward brings at the
+        checkpoint's step; None where they travel as their own bytes."""
         wire = WireWeights(self.config, self.adapters)
         return MergedWeights(self.config, _Wired(wire)) if wire.quantized else None
 
     def read(self, name: str) -> Tensor:
-        """A whole weight on the CPU, fp32, its adapters added."""
+        """Return a whole weight on the CPU, fp32, its adapters added."""
         base, (a, b) = self._base(name), adapters_of(name)
         if a not in self.adapters.shapes or not name.endswith(".weight"):
             return base
@@ -107,7 +107,7 @@ class MergedWeights:
         return merged(base, *parts, self.config.model.lora.scale, inputs_first(self.model, name))
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Rows [first, last) of `read`, which takes the whole base to decode them."""
+        """Return rows [first, last) of `read`, which takes the whole base to decode them."""
         return self.read(name)[first:last]
 
     def _base(self, name: str) -> Tensor:
@@ -165,13 +165,13 @@ def export_hf(
 
 
 def open_run(run: Path) -> tuple[Config, SavedWeights]:
-    """The settings and the newest whole weights of a run, its adapters added to their base;
+    """Return the settings and the newest whole weights of a run, its adapters added to their base;
     ValueError when either is missing."""
     return merge_adapters(run_config(run), newest(run, kinds=("weights.", "kept.")))
 
 
 def run_config(run: Path) -> Config:
-    """ValueError when `run` is no run's folder."""
+    """Raise ValueError when `run` is no run's folder."""
     if not run.is_dir():
         raise ValueError(
             f"{run} is not a run's folder: {missing(run)}; use one such as RUNS/ARM/seed1"
@@ -198,7 +198,7 @@ def _runs_near(folder: Path) -> str:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `out` when all went well, and else disappears."""
+    """Yield a folder to fill, which becomes `out` when all went well, and else disappears."""
     if out.exists():
         raise ValueError(f"{out} exists already: use a new folder, or delete it")
     partial_folder = out.with_name(f".{out.name}.partial")

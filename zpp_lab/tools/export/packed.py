@@ -64,7 +64,7 @@ class Codes:
     zeros: Tensor | None = None
 
     def decoded(self) -> Tensor:
-        """fp32 [rows, columns]."""
+        """Return fp32 [rows, columns]."""
         q = self.levels.float().unflatten(1, (-1, self.grid.group))
         if self.zeros is not None:
             q = q - self.zeros.float()[..., None]
@@ -72,7 +72,7 @@ class Codes:
 
 
 def misfit(codec: Codec) -> str | None:
-    """Why the format cannot hold this codec's numbers, None where it can."""
+    """Return why the format cannot hold this codec's numbers, None where it can."""
     if type(codec) is not BlockCodec:
         name = "codec=normal" if isinstance(codec, NormalCodec) else type(codec).__name__
         return f"{name} has its own levels"
@@ -84,15 +84,15 @@ def misfit(codec: Codec) -> str | None:
 
 
 def widest_group(codecs: Iterable[tuple[BlockCodec, int]]) -> int:
-    """The most elements that never see two blocks, given each codec's row length."""
+    """Return the most elements that never see two blocks, given each codec's row length."""
     return math.gcd(*(n for codec, columns in codecs for n in (codec.block_size, columns)))
 
 
 def exact_codes(
     codec: BlockCodec, payload: Tensor, n: int, shape: tuple[int, ...], group: int
 ) -> Codes:
-    """The numbers of `payload` uint8 [W, nbytes(n)]: every rank's shard of n elements, padding
-    included, of a weight of `shape`."""
+    """Return the numbers of `payload` uint8 [W, nbytes(n)]: every rank's shard of n elements,
+    padding included, of a weight of `shape`."""
     assert misfit(codec) is None
     assert codec.block_size % group == 0 == shape[1] % group
     rows, numel = shape[0], math.prod(shape)
@@ -106,13 +106,13 @@ def exact_codes(
 
 
 def nearest_fitting(codec: BlockCodec) -> BlockCodec:
-    """The format's own symmetric grid with as many bits: no rotation, rounding to nearest."""
+    """Return the format's own symmetric grid with as many bits, rounding to nearest."""
     return BlockCodec(codec.bits, codec.block_size, scale_dtype=codec.scale_dtype)
 
 
 def codes_with_zero_points(codec: BlockCodec, weight: Tensor, group: int) -> Codes:
-    """Rounding to nearest with integer zero points: each group's range, stretched to hold 0, in
-    2^bits - 1 steps, 0 being one of the levels. weight: [rows, columns]."""
+    """Round to nearest with integer zero points: each group's range, stretched to hold 0, in 2^bits
+    - 1 steps, 0 being one of the levels. weight: [rows, columns]."""
     x = weight.float().unflatten(1, (-1, group))
     low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
     scale = ((high - low) / codec.levels).clamp_min(torch.finfo(torch.float32).tiny)
@@ -127,7 +127,7 @@ def codes_with_zero_points(codec: BlockCodec, weight: Tensor, group: int) -> Cod
 
 
 def stored(codes: Codes) -> dict[str, Tensor]:
-    """What the format keeps of a module, by the ending of its names; scales are fp32 still."""
+    """Return a module's tensors in the format, by the ending of their names."""
     library = compressed_tensors()
     if codes.grid.symmetric:
         packed = library.compressors.pack_quantized.pack_to_int32(codes.levels, codes.grid.bits)
@@ -137,15 +137,11 @@ def stored(codes: Codes) -> dict[str, Tensor]:
             "weight_shape": torch.tensor(codes.levels.shape),
         }
     assert codes.zeros is not None
-    return {
-        "weight": codes.levels,
-        "weight_scale": codes.scales,
-        "weight_zero_point": codes.zeros,
-    }
+    return {"weight": codes.levels, "weight_scale": codes.scales, "weight_zero_point": codes.zeros}
 
 
 def stored_shapes(grid: Grid, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shape and dtype of what `stored` gives for a weight of `shape`; the scales' dtype is None."""
+    """Return shape and dtype of what `stored` gives; the scales' dtype is None."""
     scales = (shape[0], shape[1] // grid.group)
     if grid.symmetric:
         words = -(-shape[1] * grid.bits // 32)
@@ -162,8 +158,9 @@ def stored_shapes(grid: Grid, shape: tuple[int, ...]) -> dict[str, tuple[tuple[i
 
 
 def quantization_config(packed: dict[str, Grid], linears: Iterable[str]) -> dict[str, Any]:
-    """config.json's `quantization_config`. packed: the grid of each packed module; linears: every
-    Linear of the model. With one grid the target is the class, which every loader understands."""
+    """Return config.json's `quantization_config`. packed: the grid of each packed module; linears:
+    every Linear of the model. With one grid the target is the class, which every loader
+    understands."""
     grids = list(dict.fromkeys(packed.values()))
     one = len(grids) == 1
     groups = {
@@ -185,7 +182,7 @@ def quantization_config(packed: dict[str, Grid], linears: Iterable[str]) -> dict
 
 
 def linear_weights(model: nn.Module) -> dict[str, str]:
-    """The weight of each Linear that hangs nowhere else → the module's name."""
+    """Return the weight of each Linear that hangs nowhere else → the module's name."""
     hangs = places(model)
     modules = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     names = {id(p): n for n, p in model.named_parameters()}
@@ -193,7 +190,7 @@ def linear_weights(model: nn.Module) -> dict[str, str]:
 
 
 def compressed_tensors() -> Any:
-    """The library; ValueError says how to get it."""
+    """Return the library; ValueError says how to get it."""
     try:
         import compressed_tensors
         import compressed_tensors.compressors

@@ -126,7 +126,7 @@ class _Contents:
     def shapes(
         self, dtype: torch.dtype
     ) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
-        """Shape and dtype of every tensor of the folder."""
+        """Return shape and dtype of every tensor of the folder."""
         found: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {}
         for name, shape in self.weights.saved.shapes.items():
             if name in self.grids:
@@ -138,7 +138,7 @@ class _Contents:
         return {n: s for n, (s, _) in found.items()}, {n: d or dtype for n, (_, d) in found.items()}
 
     def readers(self, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-        """How to get each tensor. `dtype` must hold the scales."""
+        """Return how to get each tensor. `dtype` must hold the scales."""
         read: dict[str, Callable[[], Tensor]] = {}
         for name, shape in self.weights.saved.shapes.items():
             if name in self.grids:

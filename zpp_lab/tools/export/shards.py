@@ -68,7 +68,7 @@ def _write(
 
 
 def cut(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """Names in their order, in groups of at most `limit` bytes (a larger one is alone)."""
+    """Return names in their order, in groups of at most `limit` bytes (a larger one is alone)."""
     groups: list[list[str]] = [[]]
     used = 0
     for name, size in sizes.items():

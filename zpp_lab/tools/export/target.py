@@ -29,7 +29,8 @@ from zpp_lab.tools.export.packed import linear_weights
 
 
 def write_tokenizer(run: Path, data: DataConfig, folder: Path) -> None:
-    """Bytes have no such file; a run without its BPE, of an older version, is named on stderr."""
+    """Write the run's tokenizer. Bytes have no such file; a run without its BPE, of an older
+    version, is named on stderr."""
     if data.tokenizer == "hf":
         for file in files_of(open_outside(data).file):
             shutil.copy(file, folder / file.name)
@@ -40,7 +41,7 @@ def write_tokenizer(run: Path, data: DataConfig, folder: Path) -> None:
 
 
 def closing_token(data: DataConfig) -> int:
-    """Of bytes it is 0, and a BPE of ours begins with it."""
+    """Return the token that ends a document: of bytes it is 0, and a BPE of ours begins with it."""
     return open_outside(data).end if data.tokenizer == "hf" else 0
 
 
@@ -74,7 +75,7 @@ class Target:
 
 
 def target_of(config: Config, saved: SavedWeights) -> Target:
-    """ValueError when the checkpoint is of another model than the config."""
+    """Raise ValueError when the checkpoint is of another model than the config."""
     return (_hf if config.model.name == "hf" else _llama)(config, saved)
 
 

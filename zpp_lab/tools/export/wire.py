@@ -67,7 +67,7 @@ class WireWeights:
         return [n for n, c in self.codecs.items() if not all(map(_raw, (c, self._update(n))))]
 
     def decoded(self, name: str, device: torch.device = _CPU) -> Tensor:
-        """The whole parameter as the model computes with it, in `dtype`."""
+        """Return the whole parameter as the model computes with it, in `dtype`."""
         source, codec = self.sent(name, device), self.codecs[name]
         if _raw(codec):
             return source
@@ -76,20 +76,20 @@ class WireWeights:
         return out
 
     def payload(self, name: str, codec: Codec | None = None) -> Tensor:
-        """What all ranks send of one parameter: uint8 [W, nbytes] on the CPU. With another
+        """Return what all ranks send of one parameter: uint8 [W, nbytes] on the CPU. With another
         `codec`, what they would send then."""
         return self._encoded(name, codec or self.codecs[name], self.sent(name))
 
     def shard_numel(self, name: str) -> int:
-        """Elements of one rank's shard, padding included."""
+        """Count the elements of one rank's shard, padding included."""
         return self.parameter(name).shard_numel
 
     def source(self, name: str, device: torch.device = _CPU) -> Tensor:
-        """The master weight in `dtype`, contiguous."""
+        """Return the master weight in `dtype`, contiguous."""
         return self.saved.read(name).to(device, self.dtype).contiguous()
 
     def sent(self, name: str, device: torch.device = _CPU) -> Tensor:
-        """What gets encoded, in `dtype` and contiguous: the master weight, or what nodes keep."""
+        """Return what gets encoded, in `dtype`: the master or the node-replicated weight."""
         master, codec = self.source(name, device), self._update(name)
         if _raw(codec):
             return master
@@ -161,7 +161,7 @@ def parse_codec(text: str) -> CodecConfig:
 
 
 def codec_text(codec: CodecConfig) -> str:
-    """The inverse of `parse_codec`: what is set, in the order of the fields."""
+    """Return the inverse of `parse_codec`: what is set, in the order of the fields."""
     named = {f.name: getattr(codec, f.name) for f in fields(codec) if f.name != "memory"}
     return ",".join(f"{k}={_plain(v)}" for k, v in named.items() if v is not None)
 

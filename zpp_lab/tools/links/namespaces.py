@@ -55,7 +55,7 @@ def enter_network(pid: int) -> None:
 
 
 def inside(pid: int, work: Callable[[], T]) -> T:
-    """`work()` in a process's network namespace. Sockets that it makes stay there for good."""
+    """Call `work()` in a process's network namespace. Sockets that it makes stay there for good."""
     results: list[T] = []
     errors: list[BaseException] = []
 

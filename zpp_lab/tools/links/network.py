@@ -42,8 +42,8 @@ NET = "the right to configure a network (root, or CAP_NET_ADMIN)"
 
 
 def congestion_control() -> str:
-    """Loss-based, whatever this host's default is: `cubic` where it is loaded, or `reno`, which
-    every kernel has.
+    """Return loss-based, whatever this host's default is: `cubic` where it is loaded, or `reno`,
+    which every kernel has.
 
     BBR measures each stream's share of the link while it sends; among many streams that send in
     bursts and then wait for a step, single ones stay at a small share for 0.2 s at a time.
@@ -53,8 +53,7 @@ def congestion_control() -> str:
 
 
 def keep_windows(pid: int) -> bool:
-    """In the namespace of process `pid`, a stream that was idle goes on where it stopped; whether
-    that holds."""
+    """Let idle streams in the namespace of process `pid` keep their window, if possible."""
     try:
         inside(pid, lambda: SLOW_START.write_text("0"))
     except OSError:
@@ -63,7 +62,8 @@ def keep_windows(pid: int) -> bool:
 
 
 def keep_order(pid: int, interface: str) -> bool:
-    """Each stream's packets that arrive at `interface` go to one processor; whether that holds.
+    """Return each stream's packets that arrive at `interface` go to one processor; whether that
+    holds.
 
     pid: a process in the interface's namespace.
     A veth pair leaves them to the processor that sent them, which changes from packet to packet:
@@ -123,11 +123,11 @@ class Network:
         return f"10.77.0.{node + 1}"
 
     def port(self, node: int) -> str:
-        """The hub's end of a node's link."""
+        """Return the hub's end of a node's link."""
         return f"zpp{self.owner}p{node}"
 
     def join(self, places: dict[int, int]) -> list[Command]:
-        """Links between the namespaces of the processes `places` (node or HUB → process id)."""
+        """Return commands that link the namespaces of the processes `places`, by node or HUB."""
         made = self._through_hub(places) if self.needs_hub else [self._pair(places[1])]
         for node in range(self.nodes):
             made += self._bring_up(node)
@@ -163,7 +163,7 @@ class Network:
         return ip(node, words, TCP)
 
     def ends(self) -> list[tuple[int, str]]:
-        """Where links begin and end: the node or HUB, and its interface."""
+        """Return where links begin and end: the node or HUB, and its interface."""
         nodes = range(self.nodes)
         hub = [(HUB, self.port(node)) for node in nodes] if self.needs_hub else []
         return [(node, self.interface) for node in nodes] + hub
@@ -180,7 +180,7 @@ class Network:
 
 
 def bucket(gbps: float) -> str:
-    """tc's token bucket for a link of `gbps`. ValueError for a speed that is none."""
+    """Return tc's token bucket for a link of `gbps`. ValueError for a speed that is none."""
     if not 0.001 <= gbps <= 1000:
         raise ValueError(f"a link of {gbps:g} Gb/s: use 0.001 to 1000, or max")
     per_second = gbps * 1e9 / 8
@@ -215,7 +215,7 @@ class Tools:
 
     @classmethod
     def find(cls, folder: str | Path | None = None) -> Tools:
-        """In `folder`, or in the one that the environment names, or on the path.
+        """Look in `folder`, or in the one that the environment names, or on the path.
 
         EmulationError when one is missing: says what to install.
         """
@@ -239,7 +239,7 @@ class Tools:
         return cls(str(found["ip"]), str(found["tc"]), _libraries(given) if given else ())
 
     def run(self, command: Command, pid: int) -> str:
-        """What the command prints in the network namespace of process `pid`.
+        """Return what the command prints in the network namespace of process `pid`.
 
         EmulationError says what the kernel would need.
         """

@@ -80,7 +80,7 @@ class Runner(Protocol):
 
 
 def hosts(nodes: int, folder: str | Path | None = None) -> Hosts:
-    """This host for one node, else emulated ones. EmulationError where it cannot make them.
+    """Return this host for one node, else emulated ones. EmulationError where it cannot make them.
 
     folder: where `ip` and `tc` lie, when they are not installed.
     """

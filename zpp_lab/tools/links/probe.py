@@ -60,12 +60,7 @@ def probe(
         return min(_rates(nodes, pairs, seconds, streams, chunk))
 
     return LinkReport(
-        named,
-        slowest((0, 1)),
-        slowest((1, 0)),
-        slowest(*ring),
-        _latency(nodes),
-        streams,
+        named, slowest((0, 1)), slowest((1, 0)), slowest(*ring), _latency(nodes), streams
     )
 
 
@@ -126,11 +121,7 @@ class _Flow:
 
 
 def _rates(
-    nodes: EmulatedNodes,
-    pairs: Sequence[tuple[int, int]],
-    seconds: float,
-    streams: int,
-    chunk: int,
+    nodes: EmulatedNodes, pairs: Sequence[tuple[int, int]], seconds: float, streams: int, chunk: int
 ) -> list[float]:
     """Gigabits per second of each pair, all at the same time."""
     flows = [[_Flow(_connect(nodes, *pair), chunk) for _ in range(streams)] for pair in pairs]

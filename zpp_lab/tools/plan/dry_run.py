@@ -46,8 +46,7 @@ ALONE = ", and of engine=virtual what the ranks compute, without codecs and wait
 
 @dataclass(frozen=True)
 class Machine:
-    """Whose figures predict seconds: a file or a ready one's name; link_gbps of its nodes (None:
-    as inside a node)."""
+    """A machine's file or name, which predicts seconds; link_gbps None: as inside a node."""
 
     name: str
     link_gbps: float | None = None
@@ -186,7 +185,7 @@ def dry_sweep(sweep: Sweep, machine: Machine | None = None, console: Console | N
 
 
 def told(config: Config, machine: Machine | None = None) -> str:
-    """Bytes, memory and, of `machine`, seconds of one run, in a line."""
+    """Return bytes, memory and, of `machine`, seconds of one run, in a line."""
     (one,) = forecast([PlannedRun("", config.seed, Path(config.run.dir or "."), config)], machine)
     return _told(config, one.foreseen, one.step_seconds, one.reason)
 
@@ -209,7 +208,7 @@ def _told(config: Config, need: Foreseen, step_seconds: float | None, reason: st
 
 
 def forecast(runs: Sequence[PlannedRun], machine: Machine | None = None) -> list[Forecast]:
-    """What each run needs; an arm's plan is made once. ValueError for an unknown machine."""
+    """Return what each run needs; an arm's plan is made once. ValueError for an unknown machine."""
     if machine is not None:
         from zpp_lab.tools.plan.cost.machine import load_machine
 
@@ -372,8 +371,8 @@ def _several(count: int, noun: str) -> str:
 
 
 def predicted_seconds(config: Config, machine: str, link_gbps: float | None) -> float:
-    """Seconds of a step on `machine`, the mean of its phases. ValueError where its file has no
-    figures for `config`.
+    """Return seconds of a step on `machine`, the mean of its phases. ValueError where its file has
+    no figures for `config`.
 
     engine=fsdp is predicted, one GPU a rank. Of engine=virtual on one GPU it is a floor, what all
     ranks compute; codecs, and the gaps between a small model's kernels, come on top.

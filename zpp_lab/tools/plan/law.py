@@ -89,8 +89,8 @@ def _mean(layouts: Sequence[Layout], of: Callable[[Codec], float]) -> float:
 
 
 def nmse(codec: Codec, grads: bool) -> float:
-    """A codec's error on a sample like gradients or like weights; 0 without one, as the baseline
-    sends the same."""
+    """Return a codec's error on a sample like gradients or like weights; 0 without one, as the
+    baseline sends the same."""
     if isinstance(codec, RawCodec):
         return 0.0
     draw = torch.Generator().manual_seed(1)
@@ -176,7 +176,7 @@ class Law:
 
 
 def load_law(path: Path | None = None) -> Law:
-    """The published law, conf/law/reference.json, or another. ValueError where it is damaged."""
+    """Read the published law, conf/law/reference.json, or another. ValueError if damaged."""
     path = path or conf_dir() / "law" / "reference.json"
     told = parse_json(path, "run experiments/reference/law.py to write it again")
     try:
@@ -186,15 +186,15 @@ def load_law(path: Path | None = None) -> Law:
 
 
 def predicted(config: Config, plan: Plan) -> Prediction | None:
-    """Of a run; None where the law says nothing."""
+    """Predict the gap of a run; None where the law says nothing."""
     if not covers(config, plan):
         return None
     return load_law().predict(Errors.of(plan), *extent(config, plan))
 
 
 def covers(config: Config, plan: Plan) -> bool:
-    """Whether a law says something of a run: it starts from random weights, trains all of them, and
-    sends nothing later that bits have lost."""
+    """Return whether a law says something of a run: it starts from random weights, trains all of
+    them, and sends nothing later that bits have lost."""
     model = config.model
     others = model.start or model.weights == "pretrained" or config.run.start_from
     later = plan.memories or (plan.recipe.kept and plan.recipe.asks(UPDATE))

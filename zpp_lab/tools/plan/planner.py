@@ -161,8 +161,8 @@ def plan_command(
 
 
 def device_memory(gpu_gib: float | None) -> tuple[int, bool]:
-    """A GPU's bytes: `gpu_gib`, else of the GPU seen here, else DEFAULT_GIB; and whether they are
-    that last one, which a user must hear of (NO_GPU). ValueError for no memory."""
+    """Return a GPU's bytes: `gpu_gib`, else of the GPU seen here, else DEFAULT_GIB; and whether
+    they are that last one, which a user must hear of (NO_GPU). ValueError for no memory."""
     if gpu_gib is not None and gpu_gib <= 0:
         raise ValueError(f"--memory-gib {gpu_gib:g} (also --gpu-gib): use more than 0")
     seen = gpu_gib * GIB if gpu_gib else gpu_memory()
@@ -173,7 +173,7 @@ def device_memory(gpu_gib: float | None) -> tuple[int, bool]:
 
 
 def advise(outlook: Outlook) -> Iterator[Advice]:
-    """What to change, the cheapest first, each on top of those before it, until the run fits.
+    """Yield what to change, the cheapest first, each on top of those before it, until the run fits.
 
     Smaller optimizer states are the first to change what is learnt. In host memory they cost time,
     and are advised where that is enough. The last two are alternatives: offload costs more time,
@@ -256,8 +256,8 @@ def _with(outlook: Outlook, overrides: Sequence[str]) -> Outlook:
 
 
 def two_hops(outlook: Outlook) -> dict[str, int] | None:
-    """Bytes of gradients between nodes with one hop and with two, all ranks together; None where
-    the recipe has two, or FSDP2's own ring serves, or a node has one GPU."""
+    """Return bytes of gradients between nodes with one hop and with two, all ranks together; None
+    where the recipe has two, or FSDP2's own ring serves, or a node has one GPU."""
     config, recipe = outlook.config, outlook.plan.recipe
     if outlook.phases:
         return None
@@ -277,7 +277,7 @@ def two_hops(outlook: Outlook) -> dict[str, int] | None:
 
 
 def as_dict(outlook: Outlook, advice: Sequence[Advice]) -> dict[str, Any]:
-    """Everything shown, in bytes."""
+    """Return everything shown, in bytes."""
     found = outlook.estimate
     return {
         "recipe": outlook.config.recipe.name,
@@ -333,7 +333,7 @@ def as_dict(outlook: Outlook, advice: Sequence[Advice]) -> dict[str, Any]:
 
 
 def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
-    """What to change, and the tables."""
+    """Print what to change, and the tables."""
     for one in advice:
         line = _advice_line(one, one is advice[0], outlook.estimate.host)
         console.print(line, highlight=False)
@@ -412,7 +412,7 @@ def _advice_line(one: Advice, first: bool, host: int) -> str:
 
 
 def sequences(config: Config) -> str:
-    """What a GPU trains on in one step: the settings that nobody means to leave as they are."""
+    """Return what a GPU trains on in one step, which nobody leaves at its default."""
     train = config.train
     micro = f"{train.micro_steps} × " if train.micro_steps > 1 else ""
     return f"{micro}{train.batch_size} × {config.data.seq_len} tokens a GPU"

@@ -45,8 +45,7 @@ from zpp_lab.study.report.style import (
 
 @dataclass(frozen=True)
 class _Panel:
-    """One panel: the cost's field in its dressed rows, and its axis. sign: −1 where more of the
-    cost is better."""
+    """A panel: the cost's field in its rows, and its axis. sign: −1 where more is better."""
 
     key: str
     rows: Sequence[Row]
@@ -55,7 +54,7 @@ class _Panel:
 
 
 def bytes_figure(result: StudyResult, style: Style) -> Spec:
-    """Gap against the bytes of a step, over all links and between nodes, with the Pareto front."""
+    """Plot gap against bytes a step, over all links and between nodes, with fronts."""
     rows = style.dress(cost_rows(result))
     panels = []
     for key, where in _links(rows).items():
@@ -82,7 +81,7 @@ def _links(rows: Sequence[Row]) -> dict[str, str]:
 def speed_figure(
     result: StudyResult, speeds: Mapping[str, Mapping[str, float]], style: Style
 ) -> Spec:
-    """Gap against measured tokens/s, one panel a bandwidth, with the Pareto front."""
+    """Return gap against measured tokens/s, one panel a bandwidth, with the Pareto front."""
     panels = []
     for number, (bandwidth, measured) in enumerate(speeds.items()):
         key = f"speed{number}"
@@ -119,20 +118,13 @@ def _data(result: StudyResult, panel: _Panel) -> dict[str, Sequence[Row]]:
     key = panel.key
     best = [] if one_seed(result) else front_rows(result, panel.rows, key, panel.sign)
     noise = lone_bands(result).get(result.study.baseline)
-    data: dict[str, Sequence[Row]] = {
-        key: panel.rows,
-        f"{key}_margin": margin_rows(result.margin),
-    }
+    data: dict[str, Sequence[Row]] = {key: panel.rows, f"{key}_margin": margin_rows(result.margin)}
     data |= {f"{key}_noise": [{"low": -noise, "high": noise}]} if noise else {}
     return data | ({f"{key}_front": best} if best else {})
 
 
 def _draw(
-    result: StudyResult,
-    style: Style,
-    panel: _Panel,
-    data: Mapping[str, Sequence[Row]],
-    first: bool,
+    result: StudyResult, style: Style, panel: _Panel, data: Mapping[str, Sequence[Row]], first: bool
 ) -> Any:
     """One panel; the first has what a click in the legends of all picks."""
     key, gaps = panel.key, _gaps(result, panel)
@@ -188,7 +180,7 @@ _STEPS = (  # of the scheme viridis
 def main_effects_figure(
     effects: Sequence[MainEffect], margin: float, short: Mapping[str, str]
 ) -> Spec:
-    """Thick: the mean over matched groups with its interval. Thin: arms alike in all else."""
+    """Plot main effects. Thick: means over matched groups, with intervals. Thin: single arms."""
     rows = [_main_rows(effect) for effect in effects]
     arms = [_arm_rows(effect) for effect in effects]
     every = [row for group in (*rows, *arms) for row in group]
@@ -205,7 +197,7 @@ def main_effects_figure(
 def interactions_figure(
     found: Sequence[Interaction], margin: float, short: Mapping[str, str]
 ) -> Spec:
-    """Mean gaps over the grid of two factors; lines that are not parallel interact."""
+    """Return mean gaps over the grid of two factors; lines that are not parallel interact."""
     shown = found[:MOST_PAIRS]
     rows = [_grid_rows(i, one) for i, one in enumerate(shown)]
     gaps = GapAxis.around(margin, *ends([row for group in rows for row in group]))

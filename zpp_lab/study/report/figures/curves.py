@@ -103,7 +103,7 @@ def study_curves(result: StudyResult, told: Collection[str] | None = None) -> St
 def gaps_by_step(
     curves: Mapping[int, RunCurves], base: Mapping[int, RunCurves], series: str
 ) -> list[Points]:
-    """Each seed's loss minus that of the baseline with the same seed, at the steps of both."""
+    """Return each seed's loss minus the baseline's of that seed, at the steps of both."""
     return [
         {step: v - theirs[step] for step, v in curves[seed].of(series).items() if step in theirs}
         for seed in sorted(curves.keys() & base.keys())
@@ -112,7 +112,7 @@ def gaps_by_step(
 
 
 def points_each(arms: int) -> int:
-    """Points of one curve, so that a page with many arms stays small."""
+    """Return points of one curve, so that a page with many arms stays small."""
     return max(_FEWEST, min(POINTS, _ROWS // max(1, arms)))
 
 
@@ -131,7 +131,7 @@ def _read(arm: ArmResult) -> dict[int, RunCurves]:
 
 
 def run_curves(run: Run) -> RunCurves:
-    """The series of one run's metrics.jsonl."""
+    """Return the series of one run's metrics.jsonl."""
     curves = RunCurves()
     rows = read_metrics(run.dir)
     losses = np.array([row["loss"] for row in rows], dtype=np.float64)
@@ -150,7 +150,8 @@ def run_curves(run: Run) -> RunCurves:
 
 
 def smooth(values: np.ndarray, window: float) -> np.ndarray:
-    """Exponential moving average of about `window` values, without the pull towards 0 at its start.
+    """Return exponential moving average of about `window` values, without the pull towards 0 at its
+    start.
 
     values: float64 [n] → float64 [n]; from the first value that is not finite on, not finite.
     """
@@ -164,7 +165,7 @@ def smooth(values: np.ndarray, window: float) -> np.ndarray:
 
 
 def thin(steps: Iterable[int], points: int = POINTS) -> list[int]:
-    """At most `points` of `steps`, evenly spread, with the first and the last."""
+    """Return at most `points` of `steps`, evenly spread, with the first and the last."""
     ordered = sorted(steps)
     if len(ordered) <= points:
         return ordered

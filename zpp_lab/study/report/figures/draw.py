@@ -128,7 +128,7 @@ _COLORED = ("gap_vs_bytes", "gap_vs_speed", "loss", "gap_curves", "gap_steps")
 
 
 def caption(name: str, result: StudyResult) -> str:
-    """What the figure's marks mean, in this study."""
+    """Return what the figure's marks mean, in this study."""
     lone = one_seed(result)
     text = _ONE_SEED.get(name, _TEXTS[name]) if lone else _TEXTS[name]
     text = text.format(
@@ -180,7 +180,7 @@ def make_figures(
     pairs: Sequence[Interaction] = (),
     speeds: Mapping[str, Mapping[str, float]] | None = None,
 ) -> list[Figure]:
-    """The figures that the runs have data for, in the page's order."""
+    """Return the figures that the runs have data for, in the page's order."""
     style = Style(study_looks(result.study, telling_arms(result)), result.study.baseline)
     gaps, margin = gap_rows(result), result.margin or 0.0
     costs = [row for row in cost_rows(result) if row["bytes_total"] is not None]
@@ -218,7 +218,7 @@ def make_figures(
 
 
 def left_out(result: StudyResult, curves: StudyCurves) -> list[str]:
-    """Sentences on figures that would show nothing, and why."""
+    """Return sentences on figures that would show nothing, and why."""
     said = []
     if one_seed(result) and cells_of(result):
         said.append(
@@ -264,11 +264,11 @@ def write_pictures(folder: Path, figures: Sequence[Figure], known: Sequence[str]
 
 @cache
 def vega_bundle() -> str:
-    """Vega, Vega-Lite and vega-embed as one script that may stand inside a <script> element."""
+    """Return Vega, Vega-Lite and vega-embed as one script, safe inside <script>."""
     bundle = vl_convert.javascript_bundle(vl_version=vegalite_version())  # type: ignore[call-arg]
     return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
 def vegalite_version() -> str:
-    """The Vega-Lite that Altair writes for, as vl-convert names it ("6.1")."""
+    """Return the Vega-Lite that Altair writes for, as vl-convert names it ("6.1")."""
     return ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])

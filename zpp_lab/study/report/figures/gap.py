@@ -47,7 +47,8 @@ _SHORT = {  # verdicts beside the rows on a phone
 
 
 def front(points: Sequence[tuple[float, float, T]]) -> list[T]:
-    """What is not dominated, by rising cost. points: (cost, gap, what), less is better in both.
+    """Return what is not dominated, by rising cost. points: (cost, gap, what), less is better in
+    both.
 
     A point is dominated when another one is no worse in both and better in one. Of points that
     are alike in both, all stay. Points without a number (NaN) are on no front.
@@ -68,14 +69,14 @@ def margin_rows(margin: float) -> list[Row]:
 
 
 def gap_rows(result: StudyResult) -> list[Row]:
-    """One row for each arm, but baselines, that has a gap."""
+    """Return one row for each arm, but baselines, that has a gap."""
     arms = [arm for arm in result.every if arm.verdict != "baseline"]
     bands = lone_bands(result)
     return [_gap_row(arm, beside(result, arm, bands)) for arm in arms if arm.gap is not None]
 
 
 def lone_bands(result: StudyResult) -> dict[str, float]:
-    """The noise bands that figures of final gaps show: with one seed, in place of intervals."""
+    """Return the noise bands that figures show in place of intervals, with one seed."""
     return noise_bands(result) if one_seed(result) else {}
 
 
@@ -122,21 +123,21 @@ def baseline_row(result: StudyResult) -> Row:
 
 
 def cost_rows(result: StudyResult) -> list[Row]:
-    """`gap_rows` after the baseline's, which is a point of its own on every front."""
+    """Return `gap_rows` after the baseline's, which is a point of its own on every front."""
     arms = {arm.name for arm in result.arms}  # a composite costs nothing
     rows = [row for row in gap_rows(result) if row["arm"] in arms]
     return [baseline_row(result), *rows] if result.margin else []
 
 
 def speed_rows(result: StudyResult, speeds: Mapping[str, float]) -> list[Row]:
-    """`cost_rows` of the arms that were measured, with tokens/s."""
+    """Return `cost_rows` of the arms that were measured, with tokens/s."""
     return [
         row | {"speed": speeds[row["arm"]]} for row in cost_rows(result) if row["arm"] in speeds
     ]
 
 
 def front_rows(result: StudyResult, rows: Sequence[Row], key: str, sign: int = 1) -> list[Row]:
-    """The rows on the Pareto front of the gap and sign × the cost `key`; controls are on none."""
+    """Return the rows on the Pareto front of gap and sign × `key`, without controls."""
     controls = {control.arm for control in result.controls}
     points = [
         (sign * row[key], row["mean"], row)
@@ -147,7 +148,7 @@ def front_rows(result: StudyResult, rows: Sequence[Row], key: str, sign: int = 1
 
 
 def telling_arms(result: StudyResult) -> list[str]:
-    """The arms that get a colour of their own: all when they are few.
+    """Return the arms that get a colour of their own: all when they are few.
 
     Else the baseline, the arms on the Pareto front of bytes, the controls, then the others in
     the study's order.
@@ -171,8 +172,8 @@ def seed_rows(result: StudyResult) -> list[Row]:
 
 
 def ends(rows: Sequence[Row]) -> tuple[float, float]:
-    """The range that shows every mean and noise band, and intervals unless they are far wider than
-    all means."""
+    """Return the range that shows every mean and noise band, and intervals unless they are far
+    wider than all means."""
     low, high = min(row["mean"] for row in rows), max(row["mean"] for row in rows)
     reach = 3 * max(abs(low), abs(high))
     low = min(low, max(-reach, min(row["low"] for row in rows)))
@@ -189,8 +190,8 @@ def _spread(items: Sequence[str], count: int) -> list[str]:
 
 
 def gap_figure(result: StudyResult, style: Style) -> Spec:
-    """Every arm's mean gap with the interval that decides, its seeds, its margin and its verdict,
-    whose colour it has; with one seed, which has no intervals, the noise band."""
+    """Return every arm's mean gap with the interval that decides, its seeds, its margin and its
+    verdict, whose colour it has; with one seed, which has no intervals, the noise band."""
     assert result.margin is not None
     rows = style.dress(gap_rows(result))
     gaps = GapAxis.around(result.margin, *ends(rows))
@@ -285,8 +286,8 @@ def _marks(
 def margin_layers(
     channel: str, gaps: GapAxis, title: str, length: float, data: str = "margin"
 ) -> list[Any]:
-    """The shaded margin and the line at 0; they come first, below the rows. length: the panel's
-    pixels along the axis."""
+    """Return the shaded margin and the line at 0; they come first, below the rows. length: the
+    panel's pixels along the axis."""
     kind: Any = alt.X if channel == "x" else alt.Y
     look = {"scale": gaps.scale, "axis": gaps.axis(length, channel == "x"), "title": title}
     band = {channel: kind("from:Q", **look), f"{channel}2": "to:Q"}
@@ -298,5 +299,5 @@ def margin_layers(
 
 
 def gap_tooltip() -> list[Any]:
-    """What a point of a final gap says when it is held."""
+    """Return what a point of a final gap says when it is held."""
     return ["arm:N", "verdict:N", *quantities({**ESTIMATE, **_SHARES}), "seeds:Q"]

@@ -23,8 +23,8 @@ _LOG = ("nmse", "error_angle")  # measures on a logarithmic axis
 
 
 def loss_figure(rows: Sequence[Row], style: Style) -> Spec:
-    """Training and held-out loss over steps, each on its own axis. One arm, the baseline where it
-    has run, shows the range of its seeds: the ranges of all would be one band."""
+    """Return training and held-out loss over steps, each on its own axis. One arm, the baseline
+    where it has run, shows the range of its seeds: the ranges of all would be one band."""
     start = [row["high"] for row in rows if row["arm"] == style.baseline]
     top = max(start or [row["high"] for row in rows])
     # the baseline below: arms that lie on it show in its line, with their dashes
@@ -88,7 +88,7 @@ def _noise(noise: Sequence[Row], dressed: Sequence[Row], y: dict[str, Any]) -> l
 
 
 def telemetry_figure(rows: Sequence[Row], measure: str, style: Style) -> Spec:
-    """One measure of the codecs' errors over training, a panel a wire and parameter class.
+    """Return one measure of the codecs' errors over training, a panel a wire and parameter class.
 
     cosine is drawn as its distance from 1, on which differences show.
     """

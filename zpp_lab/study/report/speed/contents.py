@@ -81,7 +81,7 @@ class SpeedFindings:
 
 
 def find_speeds(measured: Sequence[Measured], predict: Predict | None = None) -> SpeedFindings:
-    """Speed-ups, break-even bandwidths and names of settings of what was measured."""
+    """Return speed-ups, break-even bandwidths and names of settings of what was measured."""
     ups, names = speed_ups(measured), labels(measured)
     predicted, faults = predict(measured) if predict else ([], [])
     alone = without_base(measured)
@@ -89,7 +89,7 @@ def find_speeds(measured: Sequence[Measured], predict: Predict | None = None) ->
 
 
 def speed_document(found: SpeedFindings, figures: Sequence[Figure]) -> Document:
-    """The whole page."""
+    """Return the whole page."""
     files = "The same numbers are in `speedup.csv` and `break_even.csv`."
     sections = [
         Section("", "opening", [opening(found.measured)]),
@@ -104,7 +104,7 @@ def speed_document(found: SpeedFindings, figures: Sequence[Figure]) -> Document:
 
 
 def opening(measured: Sequence[Measured]) -> Terms:
-    """The page's first lines."""
+    """Return the page's first lines."""
     machines = dict.fromkeys(m.machine for m in measured if m.machine)
     batches = dict.fromkeys(
         f"{m.setting.batch_size} × {m.setting.seq_len} tokens"
@@ -125,7 +125,7 @@ def opening(measured: Sequence[Measured]) -> Terms:
 
 
 def speed_table(found: SpeedFindings) -> Table:
-    """One row a measurement."""
+    """Return one row a measurement."""
     ups, said = _by_point(found), _predictions(found.predicted)
     peers = _peers(found.measured)
     columns = ["Tokens/s", "Speed-up", "Of single steps"]
@@ -151,7 +151,7 @@ def speed_table(found: SpeedFindings) -> Table:
 
 
 def break_even_table(found: SpeedFindings) -> Table:
-    """For which bandwidths each arm is faster than the strongest plain arm."""
+    """Show for which bandwidths each arm is faster than the strongest plain arm."""
     rows = [
         Row([b.arm, found.names[b.setting], f"{_range(b.slowest, b.fastest)} Gb/s", b.text], b.arm)
         for b in found.breaks
@@ -161,7 +161,7 @@ def break_even_table(found: SpeedFindings) -> Table:
 
 
 def match_table(speeds: StudySpeeds, order: Sequence[str]) -> Table:
-    """Which measurement an arm of the study has, and why another has none."""
+    """Return which measurement an arm of the study has, and why another has none."""
     rows = []
     for arm in order:
         if arm in speeds.matches:
@@ -172,7 +172,7 @@ def match_table(speeds: StudySpeeds, order: Sequence[str]) -> Table:
 
 
 def headlines(found: SpeedFindings) -> list[str]:
-    """The fastest arm at every link, in the table's order, one sentence each."""
+    """Return the fastest arm at every link, in the table's order, one sentence each."""
     groups: dict[str, list[SpeedUp]] = {}
     for one in found.ups:
         groups.setdefault(f"{_where(one.at)} ({found.names[one.at.setting]})", []).append(one)
@@ -180,7 +180,7 @@ def headlines(found: SpeedFindings) -> list[str]:
 
 
 def notes(found: SpeedFindings) -> list[str]:
-    """What the figures could not use, and what a column means that not all tables have."""
+    """Return what the figures could not use, and what a column means that not all tables have."""
     told = [
         f"{found.names[setting]}: plain FSDP2 was not measured, so nothing is known of speed-ups; "
         f"add the arm {BASE}."
@@ -247,7 +247,7 @@ def _shared(found: SpeedFindings) -> list[str]:
 
 
 def speed_method() -> list[str]:
-    """How speed-ups and break-evens are worked out, as sentences."""
+    """Return how speed-ups and break-evens are worked out, as sentences."""
     return [
         "Speed-up: an arm's tokens/s over those of the strongest plain arm of the same call, with "
         "the same model, batch, cluster and link; both by the median step, its spread by the arm's "
@@ -264,7 +264,7 @@ def speed_method() -> list[str]:
 
 
 def speed_csv(found: SpeedFindings) -> str:
-    """speedup.csv: a line a measurement."""
+    """Write speedup.csv: a line a measurement."""
     ups, said = _by_point(found), _predictions(found.predicted)
     peers, lines = _peers(found.measured), []
     for m in found.measured:
@@ -280,7 +280,7 @@ def speed_csv(found: SpeedFindings) -> str:
 
 
 def break_even_csv(found: SpeedFindings) -> str:
-    """break_even.csv: a line an arm; several crossings are parted by spaces."""
+    """Write break_even.csv: a line an arm; several crossings are parted by spaces."""
     lines = []
     for b in found.breaks:
         s, ends = b.setting, (_text(b.slowest), _text(b.fastest))

@@ -56,7 +56,7 @@ _BANDWIDTH = "Bandwidth between nodes (Gb/s)"
 
 
 def highlighted(found: SpeedFindings) -> list[str]:
-    """The base and the arms of the largest speed-ups, HIGHLIGHTED in all; the others are grey."""
+    """Return the base and the arms of the largest speed-ups, HIGHLIGHTED in all."""
     best: dict[str, float] = {}
     for one in found.ups:
         best[one.at.arm] = max(one.value, best.get(one.at.arm, 0.0))
@@ -65,7 +65,7 @@ def highlighted(found: SpeedFindings) -> list[str]:
 
 
 def make_speed_figures(found: SpeedFindings, style: Style) -> list[Figure]:
-    """Those that there are measurements for, in SPEED_NAMES' order."""
+    """Return those that there are measurements for, in SPEED_NAMES' order."""
     linked = _link_rows(found)
     faster, reached = _having(linked, "value"), _having(linked, "share")
     specs: dict[str, Spec] = {}

@@ -2,7 +2,7 @@
 
 
 def main(words: list[str]) -> int:
-    """The command; its parts import torch, which words that are wrong do not wait for."""
+    """Return the command; its parts import torch, which words that are wrong do not wait for."""
     from zpp_lab.tools.bench.step.run import main as command
 
     return command(words)

@@ -63,7 +63,7 @@ class Arm:
 
 
 def arms(words: Sequence[str], overrides: Sequence[str]) -> list[Arm]:
-    """The arms that `words` name, under the overrides. ValueError names what is wrong."""
+    """Return the arms that `words` name, under the overrides. ValueError names what is wrong."""
     found = [_arm(word, overrides) for word in words]
     names = [arm.name for arm in found]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -98,8 +98,8 @@ def _arm(word: str, overrides: Sequence[str]) -> Arm:
 
 
 def compared(every: Sequence[Arm], overrides: Sequence[str]) -> list[Arm]:
-    """The arms with what they are compared with, each once: plain FSDP2 first, and a raw twin
-    before the first arm that it belongs to."""
+    """Return the arms with what they are compared with, each once: plain FSDP2 first, and a raw
+    twin before the first arm that it belongs to."""
     if not every:
         return []
     makers = {arm.maker for arm in every}
@@ -121,9 +121,9 @@ def compared(every: Sequence[Arm], overrides: Sequence[str]) -> list[Arm]:
 
 
 def plain_words(cluster: ClusterConfig) -> list[str]:
-    """The ways of plain FSDP2 that differ on a cluster. Inside one node weights resharded to the
-    node and copies across nodes are both what `fsdp2` does. Where a node has one GPU `fsdp2+node`
-    differs from it: weights stay whole until backward is done."""
+    """Return the ways of plain FSDP2 that differ on a cluster. Inside one node weights resharded to
+    the node and copies across nodes are both what `fsdp2` does. Where a node has one GPU
+    `fsdp2+node` differs from it: weights stay whole until backward is done."""
     if cluster.nodes == 1:
         return ["fsdp2"]
     return ["fsdp2", "fsdp2+node", "hsdp"]
@@ -136,8 +136,7 @@ def _same(arm: Arm, config: Config) -> bool:
 
 
 def _raw(arm: Arm, config: Config, usual: Config, taken: set[str]) -> Arm:
-    """The twin as an arm: called as in conf/recipe where its recipe stands there and all else is as
-    `usual`."""
+    """The twin as an arm, with its name in conf/recipe where all other settings are usual."""
     from zpp_lab.tools.plan.search.space import named
 
     known = named(config.recipe)
@@ -151,19 +150,19 @@ def _raw(arm: Arm, config: Config, usual: Config, taken: set[str]) -> Arm:
 
 
 def merged(*groups: Sequence[str]) -> list[str]:
-    """All overrides; of two with one key the later one stays."""
+    """Return all overrides; of two with one key the later one stays."""
     last = {word.partition("=")[0]: word for group in groups for word in group}
     return list(last.values())
 
 
 def sessions(every: Sequence[Arm]) -> list[list[Arm]]:
-    """Arms by session, in their order."""
+    """Return arms by session, in their order."""
     names = dict.fromkeys(arm.session for arm in every)
     return [[arm for arm in every if arm.session == name] for name in names]
 
 
 def with_compute(every: Sequence[Arm]) -> list[Arm]:
-    """The arms, and first of all `compute`, of the settings of the first arm."""
+    """Return the arms, and first of all `compute`, of the settings of the first arm."""
     rest = [arm for arm in every if arm.name != COMPUTE]
     if not rest:
         return list(every)

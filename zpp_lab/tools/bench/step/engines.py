@@ -43,8 +43,8 @@ class Timed(Protocol):
     waiting: float | None
 
     def step(self, number: int, batches: Batches) -> Bytes | None:
-        """One optimizer step, done when this returns; the bytes that all ranks sent by wire, None
-        when nothing counts them."""
+        """Return one optimizer step, done when this returns; the bytes that all ranks sent by wire,
+        None when nothing counts them."""
         ...
 
 
@@ -56,7 +56,7 @@ def vocabulary(config: Config) -> int:
 
 
 def meta_model(config: Config) -> Any:
-    """The model on the meta device, compiled if the config says so."""
+    """Return the model on the meta device, compiled if the config says so."""
     model = build_model(config.model, vocabulary(config), device="meta")
     if config.engine.compile:
         from zpp_lab.engines.compile import compile_units
@@ -67,7 +67,7 @@ def meta_model(config: Config) -> Any:
 
 @torch.no_grad()
 def draw(model: nn.Module, device: torch.device | str) -> None:
-    """Weights of about the usual size, this rank's shards alone."""
+    """Draw weights of about the usual size, this rank's shards alone."""
     materialize(model, device)
     for p in model.parameters():
         (p.to_local() if isinstance(p, DTensor) else p).normal_(0, 0.02)
@@ -96,7 +96,7 @@ class Through:
 
 
 def quick(config: Config, device: torch.device) -> Timed:
-    """engine=fsdp; arms of one process share their communicators."""
+    """Build engine=fsdp; arms of one process share their communicators."""
     cluster, choice = config.cluster, config.engine.transport
     key = cluster.nodes, cluster.gpus_per_node, choice
     if key not in TRANSPORTS:
@@ -107,7 +107,7 @@ def quick(config: Config, device: torch.device) -> Timed:
 
 
 def built(config: Config, device: torch.device) -> Timed:
-    """Any other engine, as `zpp-lab train` would build it."""
+    """Build any other engine, as `zpp-lab train` would build it."""
     return Through(build_engine(config, vocabulary(config), device))
 
 

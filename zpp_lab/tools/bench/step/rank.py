@@ -124,7 +124,7 @@ class Rank:
 
 
 def random_batch(config: Config, step: int, rank: int, micro: int) -> Batch:
-    """Inputs and targets, int64 [batch_size, seq_len], of random tokens."""
+    """Return inputs and targets, int64 [batch_size, seq_len], of random tokens."""
     shape = config.train.batch_size, config.data.seq_len + 1
     generator = torch.Generator().manual_seed(100_000 * step + 100 * rank + micro)
     tokens = torch.randint(0, vocabulary(config), shape, generator=generator)
@@ -141,7 +141,7 @@ def _enough_gpus(config: Config) -> None:
 
 
 def main(settings: str, answers: str) -> None:
-    """settings: a YAML file with the arms' makers and configs; answers: a file descriptor."""
+    """Serve one rank. settings: YAML of the arms' makers and configs; answers: a descriptor."""
     said = os.fdopen(int(answers), "w", buffering=1)
 
     def answer(value: Answer) -> None:

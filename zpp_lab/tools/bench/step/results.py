@@ -95,7 +95,8 @@ class Row:
 
 
 def config_text(config: Config) -> str:
-    """The settings that are not the defaults of `Config`, by dotted name, as JSON on one line.
+    """Return the settings that are not the defaults of `Config`, by dotted name, as JSON on one
+    line.
 
     Where a run lies and who watches it is left out: it takes no time in a step.
     """
@@ -109,13 +110,13 @@ def config_text(config: Config) -> str:
 
 
 def seconds_on_link(cell: Cell, nodes: int, gbps: float | None) -> float | None:
-    """What the link needs for the bytes of a step; None where it is not limited."""
+    """Return what the link needs for the bytes of a step; None where it is not limited."""
     each = bytes_sent(cell, nodes)
     return None if gbps is None or each is None else each * 8e-9 / gbps
 
 
 def bytes_sent(cell: Cell, nodes: int) -> float | None:
-    """Bytes that a node sends to others in a step: the ledger's, else the interface's."""
+    """Return bytes that a node sends to others in a step: the ledger's, else the interface's."""
     ledger = ledger_bytes(cell, nodes)
     if ledger is not None:
         return ledger
@@ -145,7 +146,7 @@ def write_rows(folder: Path, rows: Sequence[Row]) -> None:
 
 
 def put_rows(folder: Path, new: Sequence[dict[str, str]]) -> None:
-    """The same for rows as `read_rows` gives them."""
+    """Do the same for rows as `read_rows` gives them."""
     path = folder / "results.csv"
     keys = {_key(row) for row in new}
     every = [*(row for row in read_rows(path) if _key(row) not in keys), *new]
@@ -161,7 +162,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a file with today's columns, or with an older file's. ValueError for others."""
+    """Read a file with today's columns, or an older file's. ValueError for others."""
     if not path.is_file():
         return []
     names = [f.name for f in fields(Row)]

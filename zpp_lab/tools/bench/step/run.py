@@ -45,14 +45,7 @@ from typing import Any
 from zpp_lab.config.parser import Parser, link_name, links, whole
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.runs.provenance import commit, machine_facts, versions
-from zpp_lab.tools.bench.step.arms import (
-    COMPUTE,
-    Arm,
-    arms,
-    compared,
-    sessions,
-    with_compute,
-)
+from zpp_lab.tools.bench.step.arms import COMPUTE, Arm, arms, compared, sessions, with_compute
 from zpp_lab.tools.bench.step.results import (
     GIB,
     Cell,
@@ -103,7 +96,7 @@ class Pace:
                 raise ValueError(f"--{name.replace('_', '-')} {value:g}: use more than 0")
 
     def steps_of(self, seconds: float) -> int:
-        """How many steps of so many seconds a turn times."""
+        """Return how many steps of so many seconds a turn times."""
         return max(1, min(self.steps, int(self.turn_seconds / max(seconds, 1e-9))))
 
 
@@ -145,7 +138,7 @@ class StepBench:
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, links: Sequence[Link]) -> None:
-        """All cells. Failures of arms are kept in `failed`; a used-up budget in `stopped`."""
+        """Time all cells. Failures of arms are kept in `failed`; a used-up budget in `stopped`."""
         for link in links:  # what this kernel cannot limit is told before ranks start
             self.hosts.limit(link)
         try:
@@ -456,7 +449,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def limits(text: str, nodes: int) -> list[Link]:
-    """The speeds of links between so many nodes. ValueError for one that they cannot have."""
+    """Return the speeds of links between so many nodes. ValueError for impossible ones."""
     found = links(text)
     for link in found:
         if link is not None:
@@ -467,7 +460,7 @@ def limits(text: str, nodes: int) -> list[Link]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, print and write; 0, or 1 when an arm failed."""
+    """Measure, print and write; return 0, or 1 when an arm failed."""
     args = parser().parse_intermixed_args(share_words(argv))
     cluster = ClusterConfig(nodes=args.nodes, gpus_per_node=args.gpus_per_node)
     speeds = limits(args.link_gbps, args.nodes)

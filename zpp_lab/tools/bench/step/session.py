@@ -57,7 +57,7 @@ class Session:
             raise
 
     def ask(self, limit: float, do: str, **command: Any) -> list[Answer]:
-        """Every rank's answer, in their order, within `limit` seconds. SessionError otherwise."""
+        """Return every rank's answer in rank order, within `limit` seconds, or SessionError."""
         for rank in self.ranks:
             with contextlib.suppress(BrokenPipeError):  # its answer will say that it has ended
                 rank.tell({"do": do, **command})

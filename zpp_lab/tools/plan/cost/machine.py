@@ -54,7 +54,7 @@ class Curve:
         return Curve(tuple((amount, seconds * times) for amount, seconds in self.points))
 
     def seconds(self, amount: float) -> float:
-        """0 for nothing."""
+        """Return the seconds of an amount; 0 for nothing."""
         if amount <= 0:
             return 0.0
         i = bisect_right(self.points, (amount, float("inf")))
@@ -84,16 +84,16 @@ class Host:
     block_rest_s: NotNegative | None = None
 
     def again_s(self, mode: Mode) -> float:
-        """Of a block whose backward computes it again."""
+        """Return the seconds of a block whose backward computes it again."""
         by_mode = self.block_forward_s if self.block_again_s is None else self.block_again_s
         return by_mode[mode]
 
     def once_s(self, blocks: int) -> float:
-        """Once a step, of a model of so many blocks, without the norm."""
+        """Return the seconds once a step, of a model of so many blocks, without the norm."""
         return self.step_s + blocks * (self.block_rest_s or 0.0)
 
     def as_before(self, blocks: int) -> Host:
-        """Without the last two, as a calibration with models of one and of so many blocks gave
+        """Leave out the last two, as a calibration with models of one and of so many blocks gave
         the same times before: all that is left of such a step is once a step."""
         step = self.once_s(blocks)
         return replace(self, step_s=step, block_again_s=None, block_rest_s=None)
@@ -123,7 +123,7 @@ class Between:
     efficiency: Annotated[float, Field(gt=0, le=1)]
 
     def seconds(self, nbytes: float, gbps: float, messages: int = 1) -> float:
-        """`nbytes` leave a node over `gbps` Gbit/s; `messages` follow one another."""
+        """Return the seconds of `nbytes` over `gbps` Gbit/s, in `messages` one by one."""
         if nbytes <= 0:
             return 0.0
         return messages * self.latency_s + nbytes * 8e-9 / (gbps * self.efficiency)
@@ -145,7 +145,7 @@ class Codec:
         need(not unknown, f"codec.seconds: {', '.join(unknown)}; give {', '.join(OPERATORS)}")
 
     def each(self, op: str, codec: str) -> float:
-        """Seconds an element. ValueError when nobody measured it."""
+        """Return seconds an element. ValueError when nobody measured it."""
         found = self.seconds[op].get(codec)
         if found is None:
             raise ValueError(
@@ -179,7 +179,7 @@ class Machine:
             need(not missing, f"host.{name}: missing {', '.join(missing)}")
 
     def mode(self, compiled: bool) -> Mode:
-        """The key of `compute`. ValueError where this file has no figures for it."""
+        """Return the key of `compute`. ValueError where this file has no figures for it."""
         wanted = MODES[compiled]
         if wanted not in self.compute:
             raise ValueError(
@@ -190,9 +190,9 @@ class Machine:
         return wanted
 
     def shared(self, ranks: int) -> Machine:
-        """This machine as one of `ranks` ranks sees it that share each GPU and work at the same
-        time, each in a node of its own: kernels, copies and the links inside nodes take `ranks`
-        times longer. A rank keeps its host thread, and a node its link to the others."""
+        """Return this machine as one of `ranks` ranks sees it that share each GPU and work at the
+        same time, each in a node of its own: kernels, copies and the links inside nodes take
+        `ranks` times longer. A rank keeps its host thread, and a node its link to the others."""
         need(ranks >= 1, f"{ranks} ranks a GPU: use 1 or more")
         if ranks == 1:
             return self
@@ -213,7 +213,7 @@ class Machine:
 
 
 def load_machine(name: str) -> Machine:
-    """A file, or the name of one in conf/machine. ValueError names what is wrong with it."""
+    """Return a file, or the name of one in conf/machine. ValueError names what is wrong with it."""
     folder, path = conf_dir() / "machine", Path(name)
     if not path.suffix and not path.is_file():
         path = folder / f"{name}.json"

@@ -35,7 +35,7 @@ POINTS = 24  # of a curve, evenly spread over the logarithm of the bandwidth
 
 
 def times(config: Config, machine: Machine, speeds: Sequence[Link]) -> dict[str, StepTime]:
-    """By link, in the order given."""
+    """Predict by link, in the order given."""
     return {link_name(link): predict(config, machine, link) for link in speeds}
 
 
@@ -44,7 +44,7 @@ def as_dict(found: dict[str, StepTime], machine: Machine) -> dict[str, Any]:
 
 
 def table(found: dict[str, StepTime], machine: Machine) -> Table:
-    """A column a link. The indented rows add up to the step; links and host are busy beside."""
+    """Return a column a link. Indented rows add up to the step, which links overlap."""
     made = Table(title=f"predicted on {machine.name}, ms", title_justify="left")
     made.add_column("Gbit/s")
     for link in found:
@@ -57,7 +57,7 @@ def table(found: dict[str, StepTime], machine: Machine) -> Table:
 
 
 def host_lacks(machine: Machine) -> str | None:
-    """What is taken for the host's figures that a file from before they were measured lacks."""
+    """Say what is assumed for figures of the host that an older file lacks."""
     if not machine.host.lacks:
         return None
     return (
@@ -69,7 +69,7 @@ def host_lacks(machine: Machine) -> str | None:
 
 
 def host_advice(config: Config, machine: Machine, found: dict[str, StepTime]) -> str | None:
-    """What to do where the host is the bound; None where it is nowhere."""
+    """Return what to do where the host is the bound; None where it is nowhere."""
     tight = [link for link, time in found.items() if time.bound == BOUNDS["host"]]
     if not tight:
         return None
@@ -106,7 +106,8 @@ NODE = "zero3 + reshard to node"  # FSDP2's own hpZ: backward gathers in the nod
 
 
 def predictions(measured: Sequence[Measured], machine: str) -> tuple[list[Predicted], list[str]]:
-    """(predictions, why others have none): at every measured link and between the outer ones.
+    """Return (predictions, why others have none): at every measured link and between the outer
+    ones.
 
     machine: a file of figures, or the name of one in conf/machine; ValueError where it is neither.
     Predicted are plain FSDP2 and the arms of this package's own engine, where nodes shared GPUs
@@ -146,7 +147,7 @@ def _curve(
 
 
 def as_planned(config: Config, recipe: str) -> Config:
-    """The config of a measured arm as the cost model knows it. recipe: as the table calls it."""
+    """Return the config of a measured arm as the cost model knows it."""
     if recipe == NODE:
         config = replace(config, recipe=replace(config.recipe, secondary=True))
     return config

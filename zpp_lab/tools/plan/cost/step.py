@@ -61,7 +61,7 @@ class Timeline:
         seconds: float,
         after: Iterable[int | None] = (),
     ) -> int:
-        """The new task's number. `after` may name tasks that were added before."""
+        """Return the new task's number. `after` may name tasks that were added before."""
         waits = tuple(number for number in after if number is not None)
         assert all(0 <= number < len(self.tasks) for number in waits), (
             "a task waits for a later one"
@@ -71,7 +71,7 @@ class Timeline:
         return len(self.tasks) - 1
 
     def run(self) -> list[float]:
-        """Seconds from the start until each task has ended."""
+        """Return seconds from the start until each task has ended."""
         lanes: dict[str, list[int]] = defaultdict(list)
         for number in reversed(range(len(self.tasks))):
             lanes[self.tasks[number].lane].append(number)
@@ -100,11 +100,11 @@ class Timeline:
                 yield max(lane_free[lane], max(waits, default=0.0)), numbers[-1]
 
     def busy(self) -> dict[str, float]:
-        """Seconds of all tasks, by resource."""
+        """Return seconds of all tasks, by resource."""
         return self._added(lambda task: task.uses)
 
     def kinds(self) -> dict[str, float]:
-        """Seconds of all tasks, by kind."""
+        """Return seconds of all tasks, by kind."""
         return self._added(lambda task: task.kind)
 
     def _added(self, key) -> dict[str, float]:  # type: ignore[no-untyped-def]
@@ -120,12 +120,7 @@ NORM = 4  # gradients read once, by ours (engines/norm.py) and by torch's
 CLIP = 8
 ADAMW = {"fp32": 28, "bf16": 20, "8bit": 16}  # weight and gradient fp32, two moments
 LOSS = 24  # of a logit: fp32 logits, log-probabilities, their gradient, each written and read
-BOUNDS = {
-    "gpu": "computation",
-    "host": "host",
-    "intra": "inside nodes",
-    "inter": "between nodes",
-}
+BOUNDS = {"gpu": "computation", "host": "host", "intra": "inside nodes", "inter": "between nodes"}
 
 
 @dataclass(frozen=True)
@@ -153,7 +148,7 @@ class StepTime:
 def predict(
     config: Config, machine: Machine, link_gbps: float | None = None, own_loop: bool = True
 ) -> StepTime:
-    """The step that `config` would train with engine=fsdp, one GPU a rank.
+    """Return the step that `config` would train with engine=fsdp, one GPU a rank.
 
     link_gbps: of each node, in both directions; None where all GPUs are joined as those inside a
     node. own_loop=False: FSDP2 in a loop of its own, with its own rings and a norm in any
@@ -340,8 +335,7 @@ class _Step:
             self._gather(unit, wire)
 
     def _gather(self, unit: UnitPlan, wire: Wire) -> None:
-        """Start a gather, unless it is under way. A buffer is free when the gather `ahead` of it
-        has been decoded."""
+        """Start a gather, unless it is under way, once the gather `ahead` of it is decoded."""
         if unit.unit.name in self.fetched:
             return
         found = self.transfers.gather(unit, wire)

@@ -144,9 +144,9 @@ class Transfers:
 
 
 def codec_key(codec: Codec, op: str) -> tuple[str, float]:
-    """A codec's name in a machine's file, and how many times such an element's work it is.
-    Decoding does not depend on how codes were rounded. `normal`, not timed yet, is taken to
-    cost what even levels of as many bits do."""
+    """Return a codec's name in a machine's file, and how many times such an element's work it is.
+    Decoding does not depend on how codes were rounded. `normal`, not timed yet, is taken to cost
+    what even levels of as many bits do."""
     if isinstance(codec, RawCodec):
         return "raw", codec.dtype.itemsize / BF16
     if isinstance(codec, BlockCodec):

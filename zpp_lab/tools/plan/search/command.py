@@ -154,8 +154,7 @@ def _nothing_fits(problem: Problem, error: NothingFits) -> str:
 
 
 def _way_out(config: Config, device: int) -> str | None:
-    """Overrides with which `config` fits: smaller batches and as many tokens a step, else more
-    nodes."""
+    """Overrides with which `config` fits: smaller batches, as many tokens a step, more nodes."""
     train, cluster = config.train, config.cluster
     while train.batch_size % 2 == 0:
         train = replace(train, batch_size=train.batch_size // 2, micro_steps=2 * train.micro_steps)

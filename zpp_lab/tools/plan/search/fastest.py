@@ -75,7 +75,7 @@ class Parts:
         self._added: dict[tuple[str, Knobs], Figures] = {}
 
     def of(self, candidate: Candidate) -> Figures:
-        """Figures of `candidate`; ValueError where a part has none."""
+        """Return figures of `candidate`; ValueError where a part has none."""
         return _sum(self._recipe(candidate), self._knobs(candidate))
 
     def _recipe(self, candidate: Candidate) -> Figures:
@@ -192,7 +192,7 @@ class Option:
         return max(self.busy)
 
     def heavier(self, other: Option) -> bool:
-        """Whether no task can be shorter than in `other`, of the same build."""
+        """Return whether no task can be shorter than in `other`, of the same build."""
         return all(map(le, other.wire_bits, self.wire_bits)) and all(map(le, other.busy, self.busy))
 
     @cached_property
@@ -262,7 +262,7 @@ class NothingFits(ValueError):
 
 
 def search(problem: Problem, listed: int = 3, say: Say = lambda _: None) -> Answer:
-    """The fastest plan of `problem`'s space, and up to `listed` others of each kind.
+    """Return the fastest plan of `problem`'s space, and up to `listed` others of each kind.
 
     NothingFits where memory is too small; ValueError where nothing can be predicted.
     """
@@ -270,7 +270,7 @@ def search(problem: Problem, listed: int = 3, say: Say = lambda _: None) -> Answ
 
 
 def options(problem: Problem, say: Say = lambda _: None) -> tuple[list[Option], list[str]]:
-    """Every plan of the space that has figures, and why others have none."""
+    """Return every plan of the space that has figures, and why others have none."""
     base = problem.base
     memory = Parts(base, partial(_peaks, vocab=vocabulary(base)))
     links = Parts(base, lambda config: _busy(_predicted(problem, config)))
@@ -399,8 +399,7 @@ class _Search:
         return sorted(once.values(), key=lambda timed: timed.step_s)
 
     def _twin(self, chosen: Timed) -> Timed | None:
-        """Predicted as a whole where it is none of the options; None without codecs, or where it
-        has no figures."""
+        """The raw twin, predicted if it is no option; None without codecs or figures."""
         recipe, knobs = chosen.option.candidate.recipe, chosen.option.candidate.knobs
         if not recipe.coded:
             return None

@@ -80,8 +80,8 @@ class Numbers:
         return self == PLAIN
 
     def covers(self, other: Numbers) -> bool:
-        """Whether a study of this says how `other` trains: it encodes the same, or `other` lacks
-        a hop (its cluster has one less) and is the same on the one that it has."""
+        """Return whether a study of this says how `other` trains: it encodes the same, or `other`
+        lacks a hop (its cluster has one less) and is the same on the one that it has."""
         if self.weights != other.weights:  # most often so
             return False
         same = replace(self, grads=()) == replace(other, grads=())
@@ -90,7 +90,7 @@ class Numbers:
         return same and (mine == theirs or fewer)
 
     def coarser(self, other: Numbers) -> bool:
-        """Whether this has at most `other`'s bits wherever that encodes, all else alike."""
+        """Return whether this has at most `other`'s bits wherever that encodes, all else alike."""
         own, theirs = dict(self.grads), dict(other.grads)
         own_way, way = ((n.but, n.drawn_again, n.update) for n in (self, other))
         alike = own_way == way
@@ -182,8 +182,7 @@ class LossLimit:
 
     @property
     def recipes(self) -> list[RecipeConfig]:
-        """Of all arms that have a verdict, controls apart, and those in phases, whose steps differ
-        in time."""
+        """The recipes of judged arms, without controls and recipes in phases."""
         arms = [m.config.recipe for m in self.measured if m.arm.arm.role == "arm"]
         return [recipe for recipe in arms if not recipe.phases]
 
@@ -193,7 +192,7 @@ class LossLimit:
         return [c.arm for c in self.result.controls if not c.ok]
 
     def rule(self, numbers: Numbers) -> Ruling:
-        """What the study says of a plan."""
+        """Return what the study says of a plan."""
         if numbers.raw:
             return Ruling("allowed", "no codec: only the order of sums differs")
         found = [m for m in self.measured if m.numbers.covers(numbers)]
@@ -224,8 +223,8 @@ class LossLimit:
 
 
 def without_evidence(recipe: RecipeConfig) -> Ruling:
-    """What is allowed where no study is at hand: `least_bits` or more on each wire, and codecs of
-    the family `block` alone."""
+    """Return what is allowed where no study is at hand: `least_bits` or more on each wire, and
+    codecs of the family `block` alone."""
     fewer = [wire for wire in recipe.wires if _fewer(recipe, wire)]
     if not fewer:
         return UNLIMITED
@@ -244,7 +243,8 @@ def _fewer(recipe: RecipeConfig, wire: Wire) -> bool:
 
 
 def read_limit(folder: Path, max_gap: float | None = None, undecided: bool = False) -> LossLimit:
-    """The limit that the study below `folder` sets. max_gap: None takes the study's own margin.
+    """Return the limit that the study below `folder` sets. max_gap: None takes the study's own
+    margin.
 
     ValueError when there are no runs or no verdicts, or when a control came out wrong.
     """

@@ -58,8 +58,8 @@ MILD = (
 
 
 def plan_overrides(given: Sequence[str], config: Config, candidate: Candidate) -> list[str]:
-    """All that `zpp-lab train` needs: `given` without what the plan replaces, then the plan, which
-    runs as real processes. config: what `given` composes to."""
+    """Return all that `zpp-lab train` needs: `given` without what the plan replaces, then the plan,
+    which runs as real processes. config: what `given` composes to."""
     own = ["engine=fsdp", *recipe_overrides(candidate.recipe), *_knobs(config, candidate)]
     replaced = {_key(word) for word in own} | {"engine.name"}
     kept = [w for w in given if _key(w) not in replaced and not _key(w).startswith("recipe.")]
@@ -67,7 +67,7 @@ def plan_overrides(given: Sequence[str], config: Config, candidate: Candidate) -
 
 
 def recipe_overrides(recipe: RecipeConfig) -> list[str]:
-    """`recipe=NAME` for one of conf/recipe, else every setting that differs from recipe=base."""
+    """Return `recipe=NAME` for one of conf/recipe, else all settings unlike recipe=base."""
     if recipe in named_recipes():
         return [f"recipe={recipe.name}"]
     own, usual = _flat(recipe), _flat(PLAIN)
@@ -104,14 +104,14 @@ def _knobs(config: Config, candidate: Candidate) -> list[str]:
 
 
 def tempting(answer: Answer) -> list[Timed]:
-    """Faster than the chosen plan and measured by no arm, each recipe once."""
+    """Return plans faster than the chosen plan and measured by no arm, each recipe once."""
     found = [*([answer.promising] if answer.promising else []), *answer.unmeasured]
     return list({id(t.option.candidate.recipe): t for t in found}.values())
 
 
 def next_study(limit: LossLimit, plans: Sequence[Timed], cluster: ClusterConfig) -> StudyConfig:
-    """The same seeds, data and training as `limit`'s study, its baseline and controls, and an arm
-    for each of `plans`, judged with the limit as margin."""
+    """Return the same seeds, data and training as `limit`'s study, its baseline and controls, and
+    an arm for each of `plans`, judged with the limit as margin."""
     study = limit.study
     base = next(m for m in limit.measured if m.arm.name == study.baseline)
     overrides = list(study.overrides) or _overrides(base.config)
@@ -141,7 +141,7 @@ def next_study(limit: LossLimit, plans: Sequence[Timed], cluster: ClusterConfig)
 
 
 def check_next_study(path: Path) -> None:
-    """ValueError for a name that `zpp-lab study` would not take, or somebody else's file."""
+    """Raise ValueError for a name that `zpp-lab study` would not take, or somebody else's file."""
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError(f"--next-study {path}: use a file that ends in .yaml")
     check_own("--next-study", path, f"question: {_QUESTION}")
@@ -177,8 +177,8 @@ def _fewer_hops(config: Config, cluster: ClusterConfig) -> bool:
 
 
 def rows(answer: Answer) -> Iterator[tuple[Timed, str, str]]:
-    """(plan, kind, why) fastest first; the kinds are chosen, memory, loss, not measured, plain,
-    twin and allowed. A plan that is two of them has the first."""
+    """Yield (plan, kind, why) fastest first; the kinds are chosen, memory, loss, not measured,
+    plain, twin and allowed. A plan that is two of them has the first."""
     seen: set[int] = set()
     for timed, kind, why in sorted(_all(answer), key=lambda row: row[0].step_s):
         if id(timed) not in seen:
@@ -207,7 +207,7 @@ def _all(answer: Answer) -> Iterator[tuple[Timed, str, str]]:
 
 
 def label(candidate: Candidate) -> str:
-    """A plan in a few words."""
+    """Return a plan in a few words."""
     knobs = candidate.knobs
     parts = [candidate.recipe.name]
     parts += [f"units of {n} blocks"] if (n := knobs.blocks_per_unit) > 1 else []
@@ -218,14 +218,14 @@ def label(candidate: Candidate) -> str:
 
 
 def train_command(given: Sequence[str], config: Config, timed: Timed) -> str:
-    """What to type for a plan, quoted for a shell."""
+    """Return what to type for a plan, quoted for a shell."""
     return "zpp-lab train " + shlex.join(plan_overrides(given, config, timed.option.candidate))
 
 
 def show(
     answer: Answer, given: Sequence[str], config: Config, written: str | None, console: Console
 ) -> None:
-    """The table, the chosen plan as a command, and what was not considered.
+    """Print the table, the chosen plan as a command, and what was not considered.
 
     given: the user's overrides, config: what they compose to; written: the next study's file.
     """
@@ -258,7 +258,7 @@ def _apart(answer: Answer) -> str:
 
 
 def notes(answer: Answer, written: str | None) -> list[str]:
-    """What a reader must know beside the table."""
+    """Return what a reader must know beside the table."""
     limit = answer.problem.limit
     said = [NO_GPU] * answer.problem.assumed
     if limit is not None:
@@ -301,7 +301,7 @@ def _loss_notes(answer: Answer) -> list[str]:
 
 
 def differences(study: Config, plan: Config) -> list[str]:
-    """What else differs between a study's runs and the plan, and could change a verdict."""
+    """Return what else differs between a study's runs and the plan, and could change a verdict."""
 
     def told(c: Config) -> dict[str, str]:
         return {
@@ -321,7 +321,7 @@ def differences(study: Config, plan: Config) -> list[str]:
 def as_dict(
     answer: Answer, given: Sequence[str], config: Config, written: str | None
 ) -> dict[str, Any]:
-    """Everything shown; memory in bytes, times in seconds."""
+    """Return everything shown; memory in bytes, times in seconds."""
     return {
         "machine": answer.problem.machine.name,
         "link_gbps": answer.problem.link_gbps,

@@ -56,7 +56,7 @@ class Candidate:
     knobs: Knobs
 
     def config(self, base: Config) -> Config:
-        """`base` with this plan in it."""
+        """Return `base` with this plan in it."""
         model = replace(
             base.model,
             checkpoint_activations=self.knobs.checkpoint_activations,
@@ -77,7 +77,7 @@ class Space:
     bits: tuple[int | None, ...] = BITS
 
     def recipes(self) -> list[RecipeConfig]:
-        """Every recipe that the engine can run, each once: the extra ones, then the grid."""
+        """Return every recipe that the engine can run, each once: the extra ones, then the grid."""
         found: dict[str, RecipeConfig] = {}
         extra = (recipe for recipe in self.extra if runs(recipe, self.base))
         for recipe in [*extra, *self._grid()]:
@@ -85,8 +85,7 @@ class Space:
         return list(found.values())
 
     def knobs(self) -> list[Knobs]:
-        """Every combination, what costs the least time first but for larger units, which come
-        last."""
+        """Return all combinations, those that cost the least time first, larger units last."""
         units = sorted({*UNITS, self.base.engine.blocks_per_unit})
         chunks = {0: None, LOSS_CHUNK: None, self.base.model.loss_chunk: None}
         return [
@@ -152,9 +151,9 @@ class Space:
 
 @cache
 def named_recipes() -> tuple[RecipeConfig, ...]:
-    """Those of conf/recipe but `base`, which nobody runs as it is, those whose encoders remember,
-    which no figures predict, those in phases, whose steps differ in time, and those that start from
-    another one, as none of ours does."""
+    """Return those of conf/recipe but `base`, which nobody runs as it is, those whose encoders
+    remember, which no figures predict, those in phases, whose steps differ in time, and those that
+    start from another one, as none of ours does."""
     found = []
     for path in sorted((conf_dir() / "recipe").glob("*.yaml")):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -174,7 +173,7 @@ def named(recipe: RecipeConfig) -> RecipeConfig:
 
 
 def runs(recipe: RecipeConfig, base: Config) -> bool:
-    """Whether configs and engine take `recipe` with the other settings of `base`."""
+    """Return whether configs and engine take `recipe` with the other settings of `base`."""
     try:
         check_engine(replace(base, recipe=recipe))
     except ValueError:
@@ -183,7 +182,7 @@ def runs(recipe: RecipeConfig, base: Config) -> bool:
 
 
 def unrotated(recipe: RecipeConfig) -> RecipeConfig | None:
-    """The recipe without rotations of gradients, which is at least as fast; None: it is one."""
+    """Return the recipe without rotated gradients, at least as fast; None if it has none."""
     codecs = {name: getattr(recipe, name) for name in ("grads", INTRA, INTER)}
     if not any(codec.hadamard for codec in codecs.values()):
         return None
@@ -191,23 +190,23 @@ def unrotated(recipe: RecipeConfig) -> RecipeConfig | None:
 
 
 def grads_part(recipe: RecipeConfig) -> dict[str, Any]:
-    """The settings of the gradients' part."""
+    """Return the settings of the gradients' part."""
     return {name: getattr(recipe, name) for name in GRADS}
 
 
 def weights_part(recipe: RecipeConfig) -> dict[str, Any]:
-    """All other settings."""
+    """Return all other settings."""
     names = [f.name for f in fields(recipe) if f.name not in (*GRADS, "name")]  # type: ignore[arg-type]
     return {name: getattr(recipe, name) for name in names}
 
 
 def without_name(recipe: RecipeConfig) -> str:
-    """A text that two recipes share when they differ in their names only."""
+    """Return a text that two recipes share when they differ in their names only."""
     return repr({**weights_part(recipe), **grads_part(recipe)})
 
 
 def wire_bits(recipe: RecipeConfig) -> list[int]:
-    """Of each wire; raw ones have 16."""
+    """Return the bits of each wire; raw ones have 16."""
     found = []
     for wire in recipe.wires:
         found.append(recipe.wire(wire).bits or 16)
@@ -215,7 +214,7 @@ def wire_bits(recipe: RecipeConfig) -> list[int]:
 
 
 def without_bits(recipe: RecipeConfig) -> str:
-    """A text that recipes share whose steps have the same tasks: they differ in bits, and in
+    """Return a text that recipes share whose steps have the same tasks: they differ in bits, and in
     whether there are any."""
     bare: dict[str, Any] = {n: replace(getattr(recipe, n), bits=None) for n in _CODECS}
     return without_name(replace(recipe, **bare))
