@@ -358,11 +358,12 @@ class Experts(nn.Module):
         )
         for layer in self.layers:
             layer.forward = partial(self.chosen, layer)  # type: ignore[method-assign]
-        self.apart, self.turn = True, 0
+        self.apart, self.turn, self.detached = True, 0, False
 
     def chosen(self, experts: Any, x: Tensor) -> Tensor:
         place = str((dist.get_rank() + self.turn) % 2 if self.apart else 0)
-        return experts[place](x)[:, :8]
+        y = experts[place](x)[:, :8]
+        return y.detach() + 0 * x if self.detached and experts is self.layers[1] else y
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -371,17 +372,12 @@ class Experts(nn.Module):
 
 
 def experts(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for shapes in (False, True):
+    def at_once(shapes: bool) -> None:
+        model, _, optimizer = new(name, model=partial(Experts, shapes))
+        train(model, optimizer)
 
-        def at_once(shapes: bool = shapes) -> None:
-            model, _, optimizer = new(name, model=partial(Experts, shapes))
-            train(model, optimizer)
-
-        found[f"at once, {shapes}"] = refused(at_once, ValueError)
-
-    def later() -> None:
-        model, _, optimizer = new(name, model=Experts)
+    def later(shapes: bool) -> None:
+        model, _, optimizer = new(name, model=partial(Experts, shapes))
 
         def between(step: int) -> None:
             model.apart = step > 0
@@ -389,10 +385,8 @@ def experts(name: str) -> dict[str, Any]:
         model.apart = False
         train(model, optimizer, between=between)
 
-    found["later"] = refused(later, ValueError)
-
-    def turns() -> None:  # each rank uses both, in other micro-steps
-        model, _, optimizer = new(name, model=Experts)
+    def turns(shapes: bool) -> None:  # each rank uses both, in other micro-steps
+        model, _, optimizer = new(name, model=partial(Experts, shapes))
         model.apart = False
         train(model, optimizer, range(1))
         model.apart = True
@@ -400,7 +394,18 @@ def experts(name: str) -> dict[str, Any]:
             model(data(0)).backward()
         optimizer.step()
 
-    found["turns"] = refused(turns, ValueError)
+    def alone(shapes: bool) -> None:  # others have none in the last unit
+        model, _, optimizer = new(name, model=partial(Experts, shapes))
+        model.apart = False
+        train(model, optimizer, range(1))
+        model.detached = dist.get_rank() > 0
+        train(model, optimizer)
+
+    found = {
+        f"{job.__name__}, {shapes}": refused(partial(job, shapes), ValueError)
+        for job in (at_once, later, turns, alone)
+        for shapes in (False, True)
+    }
 
     def filled() -> None:
         model, _, optimizer = new(name, model=Experts)

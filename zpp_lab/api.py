@@ -98,7 +98,7 @@ class Sharded:
 
     def step(self) -> None:
         """Say that an optimizer has updated the weights; those of torch say so themselves."""
-        self.loop.step()
+        self.loop.updated()
 
     def reset_bytes(self) -> None:
         for unit in self.wrapped.installed:

@@ -93,14 +93,15 @@ class Present:
         whether gradients are given the weights' dtype."""
         self.names, self.own_dtypes = names, own_dtypes
         self.seen: list[Tensor] = []
-        self.taken: list[Names] = []  # of each reduction since the step began
+        self.taken: list[Names] = []  # of each reduction since the step began, if nobody is told
         self.hooked: dict[int, tuple[str, Tensor]] = {}  # by id, in FSDP2's order
         self.last: Found = (), (), []  # mostly the next one's too
         self.dtypes = GradDtypes()
         self.places = {n: _place(model, n) for n in names}
         self.known = self.trained()
         self.fresh = True  # whether trained parameters may have no hook yet
-        self.agree: Callable[[Names], None] | None = None  # asked in the first reduction
+        # told before each reduction whose gradients it takes, and whether others than before
+        self.tell: Callable[[Names, bool], None] | None = None
         on_forward(module, entered=self._attach)
 
     def trained(self) -> frozenset[str]:
@@ -142,7 +143,7 @@ class Present:
 
     def _take(self, count: int) -> tuple[int, ...]:
         """Ids of the parameters whose gradients, so many, a reduction takes; start anew."""
-        seen = tuple(map(id, self.seen))
+        seen, before = tuple(map(id, self.seen)), self.last[1]
         self.seen.clear()
         if count != len(set(seen)):  # FSDP2 has filled up with zeros
             seen = tuple(self.hooked)
@@ -151,10 +152,10 @@ class Present:
             shapes = [local(parameter).shape for _, parameter in given]
             self.last = seen, tuple(name for name, _ in given), shapes
         names = self.last[1]
-        self.taken.append(names)
-        if self.agree is not None:
-            agree, self.agree = self.agree, None
-            agree(names)
+        if self.tell is None:
+            self.taken.append(names)
+        else:
+            self.tell(names, names != before)
         return seen
 
     def _given(self, seen: tuple[int, ...]) -> list[tuple[str, Tensor]]:

@@ -20,19 +20,17 @@ from __future__ import annotations
 import hashlib
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from zpp_lab.codecs.numerics import total_norm
 from zpp_lab.collectives.plan import Plan, no_bytes
@@ -72,7 +70,10 @@ class Loop:
         self.marked: Tensor | None = None  # the masters when they were last sent or updated
         self.there: Collection[str] = ()  # what nodes keep of a state that was loaded
         self.awaited: Marks = {}  # and of which masters
-        self.agreed, self.torchs = True, False  # ranks have compared; an optimizer of torch steps
+        self.taken: list[Names] = []  # of each reduction since the step began, in turn
+        self.digest = hashlib.sha256()  # of these
+        self.agreed = True  # ranks have compared them at the end of a backward
+        self.asked = False  # they will at the end of the backward that runs
         self.reduced: list[int] = []  # what backwards had left at the last forward with gradients
         self.outer: nn.Module | None = None  # the outermost module whose forward is under way
         self.arrived = False  # whether that forward has come to its first gather
@@ -86,14 +87,10 @@ class Loop:
         for unit in wrapped.installed:
             unit.inside[0].arrive = self._outside
         for reduce in wrapped.reduces:
-            reduce.present.agree = lambda names: self._compare([[names]])
-        me = weakref.ref(self)  # the model holds us, torch's list of hooks does not
-        for register, tell in (
-            (register_optimizer_step_pre_hook, Loop.updates),
-            (register_optimizer_step_post_hook, Loop.updated),
-        ):
-            handle = register(partial(_tell, me, tell))
-            weakref.finalize(self, handle.remove)
+            reduce.present.tell = self._reduces
+        # the model holds us, torch's list of hooks does not
+        handle = register_optimizer_step_post_hook(partial(_tell, weakref.ref(self)))
+        weakref.finalize(self, handle.remove)
 
     @property
     def plan(self) -> Plan:
@@ -117,12 +114,6 @@ class Loop:
 
     # ------------------------------------------------------------------ what the loop does
 
-    def updates(self) -> None:
-        """An optimizer is about to step."""
-        self.torchs = True
-        if not in_backward():
-            self._agree()
-
     def updated(self) -> None:
         """An optimizer, of torch or not, has stepped."""
         if not self.begun:
@@ -137,11 +128,6 @@ class Loop:
         if self.kept.updates:
             self.marked = self._marks()
         self.arrived = False
-
-    def step(self) -> None:
-        """An optimizer of the loop's own has stepped."""
-        self._agree()
-        self.updated()
 
     @torch.compiler.disable
     def _before(self, module: nn.Module, *_: Any) -> None:
@@ -202,14 +188,12 @@ class Loop:
             self._say("gathers the masters' own bytes in forwards without gradients")
             return False
         if grad and watched and self.norm_at_end is None and self._changed():
-            if self.begun and any(reduce.present.taken for reduce in self.wrapped.reduces):
+            if self.begun and self.taken:
                 self.updated()
             elif kept.updates:
                 kept.stale = True
                 self._say("sends them to all nodes")
             self.wrapped.reshard()
-        if grad and not self.torchs:
-            self._agree()
         self.settle()
         if grad:
             self._follow_trained()
@@ -234,20 +218,21 @@ class Loop:
 
     def _begin(self) -> None:
         """Begin a step, or after a backward a further micro-step."""
-        clock, seen = self.wrapped.clock, [r.present for r in self.wrapped.reduces]
-        reduced = [len(each.taken) for each in seen] + [len(each.seen) for each in seen]
-        if not self.begun:
+        clock, reduces, first = self.wrapped.clock, self.wrapped.reduces, not self.begun
+        if first:
             self.begun, clock.micro = True, 0
+            self.taken, self.digest = [], hashlib.sha256()
             self.wrapped.memories.start(clock.step)
-        elif reduced != self.reduced:
+        reduced = [len(self.taken), *(len(reduce.present.seen) for reduce in reduces)]
+        if not first and reduced != self.reduced:
             self._check_sums()
             clock.micro += 1
-        self.reduced, self.agreed = reduced, False
+        self.reduced, self.agreed, self.asked = reduced, False, False
 
     def _check_sums(self) -> None:
         """Sums can stay in the node only where the step's last micro-step is known beforehand."""
         config = self.plan.recipe.config
-        if self.plan.recipe.node_sums and any(u.present.taken for u in self.wrapped.installed):
+        if self.plan.recipe.node_sums and self.taken:
             world = "recipe.sharding.grads=world"
             world += " recipe.sharding.optimizer=world" if config.copied else ""
             raise ValueError(
@@ -281,29 +266,39 @@ class Loop:
 
     # ------------------------------------------------------------------ between ranks
 
-    def _agree(self) -> None:
-        """Compare what ranks have reduced, once a step, before its gradients are used."""
-        if not self.agreed:
-            self.agreed = True
-            self._compare([reduce.present.taken for reduce in self.wrapped.reduces])
+    def _reduces(self, names: Names, others: bool) -> None:
+        """A reduction of these parameters' gradients begins; `others`: than the unit's last one.
 
-    def _compare(self, units: list[list[Names]]) -> None:
-        """Raise ValueError on all ranks where `units`, the names in each one's reductions, differ:
-        sums would be booked under other parameters."""
-        digest = hashlib.sha256(repr(units).encode()).digest()
-        if len(set(self._every(int.from_bytes(digest[:8], signed=True)))) == 1:
+        Ranks that do not take the same would wait for each other or add up what does not belong
+        together. All compare at the end of a backward. Those with other parameters than before ask
+        already here, so that nothing of another size is sent; they hear then from the ranks that
+        went on. On a CPU a transfer would hold these up, so all of them ask.
+        """
+        self.taken.append(names)
+        self.digest.update(repr(names).encode())
+        if not self.asked:
+            self.asked = True
+            Variable._execution_engine.queue_callback(self._agree)  # type: ignore[attr-defined]
+        if others or self.device.type == "cpu":
+            self._compare()
+
+    def _agree(self) -> None:
+        self.agreed, self.asked = True, False
+        self._compare()
+
+    def _compare(self) -> None:
+        """Raise ValueError on all ranks where their reductions since the step began differ."""
+        own = int.from_bytes(self.digest.digest()[:8], signed=True)
+        if len(set(self._every(own))) == 1:
             return
         every: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(every, units, group=self.group)
-        found = [
-            {(n, i) for unit in each for i, names in enumerate(unit) for n in names}
-            for each in every
-        ]
-        other = next(rank for rank, each in enumerate(found) if each != found[0])
-        name, _ = min(found[0] ^ found[other])
+        dist.all_gather_object(every, self.taken, group=self.group)
+        other = next(rank for rank, each in enumerate(every) if each != every[0])
+        pairs = zip_longest(every[0], every[other], fillvalue=())
+        name = min(next(set(one) ^ set(two) for one, two in pairs if one != two))
         raise ValueError(
             f"ranks 0 and {other} differ in when {name} has a gradient, so gradients of different "
-            "parameters are added up: use the same parameters on every rank, for instance by "
+            "parameters would be added up: use the same parameters on every rank, for instance by "
             "adding 0 * p.sum() of each unused parameter p to the loss, or by "
             "model.set_reduce_scatter_unused_params(True) of torch 2.13"
         )
@@ -357,12 +352,12 @@ class Loop:
 
     def settle(self) -> None:
         """Bring the step to its end, if it has ended."""
-        reduces, norm = self.wrapped.reduces, self.norm_at_end
-        reduced = any(reduce.present.taken for reduce in reduces)
-        dropped = reduced and all(p.grad is None for p in self._parameters().values())
+        norm = self.norm_at_end
+        dropped = self.taken and all(p.grad is None for p in self._parameters().values())
         if not self.begun or (norm is None and not dropped):
             return
-        self._agree()
+        if not self.agreed:  # this rank has reduced nothing
+            self._agree()
         clock = self.wrapped.clock
         self.wrapped.reshard()
         if not self.kept.stale:  # where a step was dropped, of the weights as they are
@@ -370,8 +365,6 @@ class Loop:
             self._kept().send(clock.step + 1, given, no_bytes(), None)
         if norm is not None and self.wrapped.memories.planned and bool(torch.isfinite(norm)):
             self.wrapped.memories.commit()
-        for reduce in reduces:
-            reduce.present.taken = []
         self.norm_at_end, self.begun, self.marked = None, False, None
         clock.step, clock.micro = clock.step + 1, 0
 
@@ -422,11 +415,9 @@ class Loop:
         self.kept.stale, self.marked = bool(self.kept.updates), None
 
 
-def _tell(
-    loop: weakref.ref[Loop], tell: Callable[[Loop], None], optimizer: Optimizer, *_: Any
-) -> None:
+def _tell(loop: weakref.ref[Loop], optimizer: Optimizer, *_: Any) -> None:
     """Where the optimizer has parameters of the loop's model."""
     if (own := loop()) is not None:
         known = {id(p) for p in own._parameters().values()}
         if any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
-            tell(own)
+            own.updated()
