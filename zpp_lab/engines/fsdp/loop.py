@@ -272,7 +272,7 @@ class Loop:
         Ranks that do not take the same would wait for each other or add up what does not belong
         together. All compare at the end of a backward. Those with other parameters than before ask
         already here, so that nothing of another size is sent; they hear then from the ranks that
-        went on. On a CPU a transfer would hold these up, so all of them ask.
+        went on. On a CPU a transfer would hold those up, so all of them ask.
         """
         self.taken.append(names)
         self.digest.update(repr(names).encode())
