@@ -19,7 +19,6 @@ TIMES = "predict times: a file written by `bench calibrate`, or a name such as h
 LINKS = "with --machine: link speeds of a node in Gbit/s, such as 12,25,max (default: max)"
 GAP = "loss margin as a share of the baseline's loss, such as 0.01 (default: the study's margin)"
 ALLOW = "undecided: also the study's undecided arms; untested: without --study, any bits"
-NEXT = "write a study of faster recipes that were not measured"
 BENCHES = {
     "step": "time training steps of several recipes at several link speeds",
     "calibrate": "measure the figures that `zpp-lab plan --machine` reads",
@@ -53,7 +52,6 @@ def _add_plan(add: Add) -> None:
     )
     search.add_argument("--max-gap", type=number(least=0), metavar="SHARE", help=GAP)
     search.add_argument("--allow", choices=["undecided", "untested"], help=ALLOW)
-    search.add_argument("--next-study", type=Path, metavar="FILE", help=NEXT)
     takes_settings(plan)
 
 
@@ -61,7 +59,7 @@ def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
     from zpp_lab.config.compose import compose
 
     compose(overrides)  # so that a typo is answered before torch has been imported
-    names = ("study", "max_gap", "allow", "next_study")
+    names = ("study", "max_gap", "allow")
     if args.fastest:
         from zpp_lab.tools.plan.search.command import Wanted, fastest_command
 

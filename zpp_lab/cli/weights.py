@@ -11,7 +11,7 @@ from zpp_lab.config.parser import new_file, number, whole
 EXPORT = """    zpp-lab export runs/first runs/bits --out runs.csv
     zpp-lab export runs/first/w4/seed1 --to hf --out my_model --dtype bf16"""
 TUNE = "    zpp-lab tune runs/first/zero3/seed1 --bits 4.125 --out conf/recipe/tuned.yaml"
-_OF_QUANTIZED = ("codec", "group_size", "requantize", "dense")
+_OF_QUANTIZED = ("codec", "requantize", "dense")
 
 
 def add_weights(add: Add) -> None:
@@ -56,9 +56,6 @@ def _add_export(add: Add) -> None:
         "--codec",
         metavar="SETTINGS",
         help="quantized: round the fp32 masters with this codec, such as bits=4,block_size=128",
-    )
-    out.add_argument(
-        "--group-size", type=whole(1), metavar="N", help="quantized: elements that share a scale"
     )
     unfit = out.add_mutually_exclusive_group()
     unfit.add_argument(
@@ -189,7 +186,6 @@ def _export_quantized(args: argparse.Namespace) -> int:
         args.out,
         codec=None if args.codec is None else parse_codec(args.codec),
         unfit="requantize" if args.requantize else "dense" if args.dense else "refuse",
-        group=args.group_size,
         dtype=args.dtype,
         license=args.license,
     )

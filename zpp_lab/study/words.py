@@ -6,16 +6,6 @@ from zpp_lab.study.judge.stats import Gap
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 
 NOTHING = "–"
-P_VALUE_COLUMNS = (
-    "Arm",
-    "p (differs)",
-    "p (differs), corrected",
-    "p (inside)",
-    "p (inside), corrected",
-    "p (beyond)",
-    "p (beyond), corrected",
-    "Looks",
-)
 
 
 def gap_text(arm: ArmResult) -> str:
@@ -63,22 +53,8 @@ def nats(noise: float) -> str:
     return f"{noise:.4f}" if noise >= 1e-4 else f"{noise:.1e}"
 
 
-def p_value_rows(result: StudyResult) -> list[list[str]]:
-    """Return p-values as text, P_VALUE_COLUMNS, one row an arm that is no baseline."""
-    return [
-        [
-            arm.name,
-            *map(_p_value, (t.differs, t.differs_corrected, t.equal, t.equal_corrected)),
-            *map(_p_value, (t.beyond, t.beyond_corrected)),
-            str(t.looks),
-        ]
-        for arm in result.ranked
-        if arm.verdict != "baseline"
-        for t in (arm.tests,)
-    ]
-
-
-def _p_value(p: float | None) -> str:
+def p_value(p: float | None) -> str:
+    """Return a p-value as text."""
     if p is None:
         return NOTHING
     return "< 0.0001" if p < 1e-4 else f"{p:.4f}"

@@ -26,7 +26,7 @@ def test_offline_it_writes_the_folders_pages(
     assert f"zpp-lab dashboard --apply {file}" in capsys.readouterr().out
     spec = read_spec(file)
     assert (spec["study"], spec["project"], spec["entity"]) == ("fake", "mine", "team")
-    verdicts = spec["report"]["blocks"][2]["text"]
+    verdicts = spec["text"]
     assert "| w4 |" in verdicts
     assert "worse" in verdicts
 

@@ -8,7 +8,6 @@ has the others.
 
     python -m zpp_lab.runs.wandb.sink DIR ... [--parent PID]
     python -m zpp_lab.runs.wandb.sink --study ROOT [--parent PID]
-    python -m zpp_lab.runs.wandb.sink --sync DIR ...
 
 The steps of a single run are sent as they come. Offline, without system metrics, nobody
 looks before the end, so the run is written once, whole, when it ends. A study starts
@@ -228,7 +227,6 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m zpp_lab.runs.wandb.sink")
     parser.add_argument("folders", nargs="*", help="run folders, or folders of them")
     parser.add_argument("--study", help="send the runs below this folder as they end")
-    parser.add_argument("--sync", action="store_true", help="send to wandb online now")
     parser.add_argument("--mode", choices=["online", "offline"], help="for runs that say auto")
     parser.add_argument("--parent", type=int, help="the process that starts this one")
     args = parser.parse_args(argv)
@@ -247,8 +245,6 @@ def main(argv: list[str] | None = None) -> int:
         auto: Mode = args.mode or resolve("auto")[0]
         if args.study:
             return int(serve_study(args.study, auto, _more_runs(args.parent)) > 0)
-        if args.sync:
-            return int(sync_all(args.folders) > 0)
         folders = [run for folder in args.folders for run in run_folders(folder)]
         return int(_follow_all(folders, auto, args.parent) > 0)
     except ValueError as error:

@@ -6,19 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zpp_lab.study.judge.documents import count
-from zpp_lab.study.judge.families import look_sizes, nominal_level
+from zpp_lab.study.judge.families import PValues, look_sizes, nominal_level
 from zpp_lab.study.judge.noise import NoiseFloor, noise_floors, one_seed
 from zpp_lab.study.judge.stats import Gap, t_interval
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
-from zpp_lab.study.words import NOTHING, P_VALUE_COLUMNS, p_value_rows, signed
+from zpp_lab.study.words import NOTHING, p_value, signed
 
 COLUMNS = (
-    *P_VALUE_COLUMNS,
-    "Gap, as decided",
-    "Level",
-    "Gap, alone",
-    "Gap, other documents",
-    "Gap, other seeds",
+    "Arm",
+    *("p (differs)", "p (differs), corrected", "p (inside)", "p (inside), corrected"),
+    *("p (beyond)", "p (beyond), corrected", "Looks"),
+    *("Gap, as decided", "Level", "Gap, alone", "Gap, other documents", "Gap, other seeds"),
 )
 
 
@@ -31,8 +29,8 @@ class Certainty:
 
     def rows(self) -> list[list[str]]:
         """Return COLUMNS as text, one row an arm, without baselines and arms without values."""
-        by_name = {arm.name: arm for arm in self.result.every}
-        rows = [[*row, *self._intervals(by_name[row[0]])] for row in p_value_rows(self.result)]
+        arms = [arm for arm in self.result.ranked if arm.verdict != "baseline"]
+        rows = [[arm.name, *_p_values(arm.tests), *self._intervals(arm)] for arm in arms]
         looks = COLUMNS.index("Looks")
         return [row for row in rows if any(c != NOTHING for c in row[1:looks] + row[looks + 1 :])]
 
@@ -87,6 +85,11 @@ class Certainty:
 def certainty(result: StudyResult) -> Certainty:
     """Return what is known of the intervals, the p-values and the noise."""
     return Certainty(result, noise_floors(result))
+
+
+def _p_values(t: PValues) -> list[str]:
+    found = (t.differs, t.differs_corrected, t.equal, t.equal_corrected, t.beyond)
+    return [*map(p_value, (*found, t.beyond_corrected)), str(t.looks)]
 
 
 def _range(interval: tuple[float, float] | None) -> str:

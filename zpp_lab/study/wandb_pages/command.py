@@ -38,17 +38,17 @@ def pages(spec: Spec, entity: str) -> tuple[Any, Any]:
     settings = ws.RunsetSettings(
         filters=_filters(spec, "all"),  # the verdict table is the report run's
         groupby=[expr.Metric(_FIELDS[spec["runs"]["group_by"]])],
-        group_colors=_colors(spec),
-        pinned_columns=list(spec["workspace"]["columns"]),
+        group_colors=dict(spec["runs"]["colors"]),
+        pinned_columns=list(spec["columns"]),
     )
     sections = [
         ws.Section(name=s["name"], panels=[_panel(p) for p in s["panels"]], is_open=True)
-        for s in spec["workspace"]["sections"]
+        for s in spec["sections"]
     ]
     workspace = ws.Workspace(
         entity=entity,
         project=spec["project"],
-        name=spec["workspace"]["name"],
+        name=spec["title"],
         sections=sections,
         runset_settings=settings,
     )
@@ -72,40 +72,31 @@ def apply(spec: Spec) -> list[str]:
 def _report(spec: Spec, entity: str) -> Any:
     import wandb_workspaces.reports.v2 as wr
 
-    made = spec["report"]
+    blocks: list[Any] = [wr.MarkdownBlock(text=spec["text"])]
+    for section in spec["sections"]:
+        blocks += [wr.H2(text=section["name"]), _grid(spec, section)]
     return wr.Report(
         entity=entity,
         project=spec["project"],
-        title=made["title"],
-        description=made["description"],
+        title=spec["title"],
+        description=spec["description"],
         width="fluid",
-        blocks=[_block(spec, block) for block in made["blocks"]],
+        blocks=blocks,
     )
 
 
-def _block(spec: Spec, block: dict[str, Any]) -> Any:
+def _grid(spec: Spec, section: dict[str, Any]) -> Any:
     import wandb_workspaces.reports.v2 as wr
 
-    if block["kind"] == "heading":
-        return wr.H2(text=block["text"])
-    if block["kind"] == "markdown":
-        return wr.MarkdownBlock(text=block["text"])
-    if block["kind"] != "panels":
-        raise ValueError(f"block kind {block['kind']!r}: use heading, markdown or panels")
-    grouped = [_RUN_KEYS[spec["runs"]["group_by"]]] if block["runs"] == "arms" else []
-    runs = wr.Runset(name=block["runs"], filters=_filters(spec, block["runs"]), groupby=grouped)
-    field = wr.Metric(f"run:{_RUN_KEYS[spec['runs']['group_by']]}")
+    name, key = section["runs"], _RUN_KEYS[spec["runs"]["group_by"]]
+    grouped = [key] if name == "arms" else []
+    runs = wr.Runset(name=name, filters=_filters(spec, name), groupby=grouped)
     colors: dict[Any, Any] = {
-        wr.RunsetGroup(block["runs"], (wr.RunsetGroupKey(field, arm),)): color
-        for arm, color in (_colors(spec) if grouped else {}).items()
+        wr.RunsetGroup(name, (wr.RunsetGroupKey(wr.Metric(f"run:{key}"), arm),)): color
+        for arm, color in (spec["runs"]["colors"] if grouped else {}).items()
     }
-    panels = [_panel(panel) for panel in block["panels"]]
+    panels = [_panel(panel) for panel in section["panels"]]
     return wr.PanelGrid(runsets=[runs], panels=panels, custom_run_colors=colors)
-
-
-def _colors(spec: Spec) -> dict[Any, Any]:
-    """By arm; none in a specification from before there were any."""
-    return dict(spec["runs"].get("colors", {}))
 
 
 def _filters(spec: Spec, runs: str) -> Any:

@@ -17,7 +17,7 @@ from zpp_lab.config.wires import WIRES, Wire, wires_among
 from zpp_lab.files import parse_json, write_atomic
 from zpp_lab.study.report.style import study_looks
 
-FORMAT = 1
+FORMAT = 2
 FILE = "dashboard.json"
 Spec = dict[str, Any]
 Panel = dict[str, Any]
@@ -46,9 +46,23 @@ def make_spec(
     verdicts: the verdict table in Markdown as of now; "" before anything has run. told: the arms
     that the report tells apart, where there are many; () before anything has run.
     """
-    gaps = gap_names(study)
+    gaps, wires = gap_names(study), wires_of(study)
     colors = {arm: look.color for arm, look in study_looks(study, told).items()}
-    curves, wires = [*_losses(), *_gaps(gaps)], wires_of(study)
+    rule = (
+        f"Baseline {study.baseline}; margin ±{study.margin:.2%} of its held-out loss; "
+        f"{study.confidence:.0%} confidence; {len(study.arms)} arms."
+    )
+    sections = {  # name → runs of its panels in the report, and the panels
+        "Verdicts": ("report", [{"kind": "table", "name": "verdicts"}]),
+        "Results": ("arms", _results(gaps)),
+        "Settings and results": ("runs", [_coordinates(gaps)]),
+        "Loss": ("arms", _losses()),
+        "Gap": ("arms", _gaps(gaps)),
+        "Tokens and time": ("arms", _other_axes(gaps)),
+        "Speed and memory": ("arms", _speed()),
+        "Bytes": ("arms", _bytes(wires)),
+        "Errors": ("arms", _telemetry(wires)),
+    }
     return {
         "format": FORMAT,
         "study": study.name,
@@ -60,25 +74,14 @@ def make_spec(
             "group_by": "job_type",
             "colors": colors,  # by arm, as in the report's figures
         },
-        "workspace": {
-            "name": f"Study {study.name}",
-            "columns": [*_COLUMNS, *(f"summary:final/{name}" for name in gaps)],
-            "sections": [
-                {"name": "Verdicts", "panels": [_table("verdicts"), *_results(gaps)]},
-                {"name": "Settings and results", "panels": [_coordinates(gaps)]},
-                {"name": "Loss", "panels": _losses()},
-                {"name": "Gap", "panels": _gaps(gaps)},
-                {"name": "Tokens and time", "panels": _other_axes(gaps)},
-                {"name": "Speed and memory", "panels": _speed()},
-                {"name": "Bytes", "panels": _bytes(wires)},
-                {"name": "Errors", "panels": _telemetry(wires)},
-            ],
-        },
-        "report": {
-            "title": f"Study {study.name}"[:128],
-            "description": study.question,
-            "blocks": _blocks(study, verdicts, curves, gaps),
-        },
+        "title": f"Study {study.name}"[:128],
+        "description": study.question,
+        "text": "\n\n".join(filter(None, [f"**{study.question}**", rule, verdicts])),
+        "columns": [*_COLUMNS, *(f"summary:final/{name}" for name in gaps)],
+        "sections": [
+            {"name": name, "runs": runs, "panels": panels}
+            for name, (runs, panels) in sections.items()
+        ],
     }
 
 
@@ -112,31 +115,6 @@ def read_spec(path: Path) -> Spec:
     return spec
 
 
-def _blocks(
-    study: StudyConfig, verdicts: str, curves: list[Panel], gaps: list[str]
-) -> list[dict[str, Any]]:
-    rule = (
-        f"Baseline {study.baseline}; margin ±{study.margin:.2%} of its held-out loss; "
-        f"{study.confidence:.0%} confidence; {len(study.arms)} arms."
-    )
-    wires = wires_of(study)
-    return [
-        {"kind": "markdown", "text": f"**{study.question}**\n\n{rule}"},
-        {"kind": "heading", "text": "Verdicts"},
-        *([{"kind": "markdown", "text": verdicts}] if verdicts else []),
-        {"kind": "panels", "runs": "report", "panels": [_table("verdicts")]},
-        {"kind": "heading", "text": "Loss and gap"},
-        {"kind": "panels", "runs": "arms", "panels": [*curves, *_results(gaps)]},
-        {"kind": "panels", "runs": "arms", "panels": _other_axes(gaps)},
-        {"kind": "heading", "text": "Settings and results"},
-        {"kind": "panels", "runs": "runs", "panels": [_coordinates(gaps)]},
-        {"kind": "heading", "text": "Speed and memory"},
-        {"kind": "panels", "runs": "arms", "panels": _speed()},
-        {"kind": "heading", "text": "Bytes and errors"},
-        {"kind": "panels", "runs": "arms", "panels": [*_bytes(wires), *_telemetry(wires)]},
-    ]
-
-
 def _line(title: str, y: list[str], x: str = "step", **more: Any) -> Panel:
     """Arms as means over their seeds, with a band from the least to the largest."""
     return {"kind": "line", "title": title, "x": x, "y": y, "group_by": "job_type", **more}
@@ -144,11 +122,6 @@ def _line(title: str, y: list[str], x: str = "step", **more: Any) -> Panel:
 
 def _bar(title: str, metric: str) -> Panel:
     return {"kind": "bar", "title": title, "metric": metric, "group_by": "job_type"}
-
-
-def _table(name: str) -> Panel:
-    """A table that the study's report run logs."""
-    return {"kind": "table", "name": name}
 
 
 def _losses() -> list[Panel]:

@@ -226,10 +226,10 @@ def _readers(target: Target, saved: SavedWeights) -> dict[str, Callable[[], Tens
         return target.arrange(name, saved.read(name))
 
     own = {target.names[n]: partial(read, n) for n in saved.shapes}
-    return {**own, **{n: partial(_itself, b) for n, b in target.buffers.items()}}
+    return {**own, **{n: partial(itself, b) for n, b in target.buffers.items()}}
 
 
-def _itself(value: Tensor) -> Tensor:
+def itself(value: Tensor) -> Tensor:
     return value
 
 

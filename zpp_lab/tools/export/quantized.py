@@ -26,6 +26,7 @@ from zpp_lab.tools.export.model import (
     EXPORT_DTYPES,
     Exported,
     MergedWeights,
+    itself,
     new_folder,
     open_run,
     write_config,
@@ -63,7 +64,6 @@ def export_quantized(
     *,
     codec: CodecConfig | None = None,
     unfit: Unfit = "refuse",
-    group: int | None = None,
     dtype: str | None = None,
     limit: int = LIMIT,
     license: str | None = None,
@@ -73,7 +73,6 @@ def export_quantized(
     codec: rounds the master weights to nearest, in place of the recipe's wire.
     unfit: what to do with Linear weights whose codec the format cannot hold: refuse; requantize
         rounds them to nearest on the format's grid with as many bits; dense stores them decoded.
-    group: elements of a row that share a scale; None: as many as the blocks and rows allow.
     dtype: fp32, bf16 or fp16 of scales and of all that is not packed; None: what keeps the
         numbers as they are. license: for the card; None: the base's.
     ValueError when there is no run or checkpoint, nothing is quantized, or a codec does not fit;
@@ -87,7 +86,7 @@ def export_quantized(
                 "--quantized out, or round the sum with --codec bits=4,block_size=128"
             )
         weights = WireWeights(config, saved, codec)
-        made = _Contents(weights, target_of(config, saved), unfit, group)
+        made = _Contents(weights, target_of(config, saved), unfit)
         kind = dtype or made.natural_dtype
         shapes, dtypes = made.shapes(EXPORT_DTYPES[kind])
         read = made.readers(EXPORT_DTYPES[kind])
@@ -105,12 +104,10 @@ def export_quantized(
 class _Contents:
     """Which tensors a folder holds for each parameter, and how to make them one at a time."""
 
-    def __init__(
-        self, weights: WireWeights, target: Target, unfit: Unfit, group: int | None
-    ) -> None:
+    def __init__(self, weights: WireWeights, target: Target, unfit: Unfit) -> None:
         self.weights, self.target = weights, target
         self.ways = _ways(weights, target, unfit)
-        self.grids = _grids(weights, [*self.named("packed"), *self.named("requantized")], group)
+        self.grids = _grids(weights, [*self.named("packed"), *self.named("requantized")])
         self.latest: tuple[str, dict[str, Tensor]] | None = None
 
     def named(self, way: Way) -> list[str]:
@@ -146,7 +143,7 @@ class _Contents:
                     read[self._part(name, end)] = partial(self._stored, name, end, dtype)
             else:
                 read[self.target.names[name]] = partial(self._whole, name)
-        return read | {n: partial(_itself, b) for n, b in self.target.buffers.items()}
+        return read | {n: partial(itself, b) for n, b in self.target.buffers.items()}
 
     def config(self) -> dict[str, Any]:
         if not self.grids:
@@ -242,7 +239,7 @@ def _complain(reasons: dict[str, list[str]], unfit: Unfit) -> None:
     )
 
 
-def _grids(weights: WireWeights, names: list[str], group: int | None) -> dict[str, Grid]:
+def _grids(weights: WireWeights, names: list[str]) -> dict[str, Grid]:
     """Weights with as many bits share one group size: loaders know one scheme best."""
     kinds: dict[tuple[int, bool], list[str]] = {}
     for name in names:
@@ -251,12 +248,7 @@ def _grids(weights: WireWeights, names: list[str], group: int | None) -> dict[st
     grids: dict[str, Grid] = {}
     for (bits, symmetric), alike in kinds.items():
         widest = widest_group((_block(weights, n), weights.saved.shapes[n][1]) for n in alike)
-        if group is not None and (group < 1 or widest % group):
-            raise ValueError(
-                f"--group-size {group}: blocks and rows of the {bits}-bit weights need a divisor "
-                f"of {widest}"
-            )
-        grids |= dict.fromkeys(alike, Grid(bits, symmetric, group or widest))
+        grids |= dict.fromkeys(alike, Grid(bits, symmetric, widest))
     return grids
 
 
@@ -273,7 +265,3 @@ def _block(weights: WireWeights, name: str) -> BlockCodec:
     codec = weights.codecs[name]
     assert isinstance(codec, BlockCodec)
     return codec
-
-
-def _itself(value: Tensor) -> Tensor:
-    return value

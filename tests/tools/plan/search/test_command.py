@@ -12,7 +12,7 @@ import pytest
 
 from zpp_lab.cli.main import main
 from zpp_lab.config.codec import CodecConfig, ExemptConfig
-from zpp_lab.config.compose import compose, load_study
+from zpp_lab.config.compose import compose
 from zpp_lab.config.schema import RecipeConfig, RuleConfig
 from zpp_lab.config.wires import wires_among
 from zpp_lab.tools.plan.search import command, fastest
@@ -81,20 +81,11 @@ def test_a_search_says_how_far_it_is(
 
 
 def test_with_a_study(capsys, tmp_path: Path) -> None:
-    folder, path = study(tmp_path / "study"), tmp_path / "next.yaml"
-    found = planned(capsys, "--study", str(folder), "--next-study", str(path))
+    found = planned(capsys, "--study", str(study(tmp_path / "study")))
     assert found["chosen"]["ruling"]["arm"] == "w4"
     assert found["max_gap"] == 0.01
-    new = [r for r in found["rows"] if r["kind"] == "not measured"]
-    assert new
-    notes = " ".join(found["notes"])
-    assert f"zpp-lab study {path}" in notes
-    assert "model tiny (here 125m)" in notes
-    made = load_study(str(path))
-    assert made.margin == 0.01
-    assert {arm.name for arm in made.arms} == {"zero3", *(r["recipe"] for r in new)}
-    for arm in made.arms:
-        assert compose([*made.overrides, *arm.overrides]).model.preset == "tiny"
+    assert [r for r in found["rows"] if r["kind"] == "not measured"]
+    assert "model tiny (here 125m)" in " ".join(found["notes"])
 
 
 RULE = RuleConfig(name="*.o.weight", exempt=True, set=CodecConfig(bits=8))

@@ -17,18 +17,9 @@ from zpp_lab.config.parser import one_link
 from zpp_lab.config.schema import Config
 from zpp_lab.tools.plan.cost.machine import load_machine
 from zpp_lab.tools.plan.planner import MOST_RANKS, NO_GPU, Outlook, device_memory
-from zpp_lab.tools.plan.search.fastest import Answer, NothingFits, Problem, search
+from zpp_lab.tools.plan.search.fastest import NothingFits, Problem, search
 from zpp_lab.tools.plan.search.limits import LossLimit, read_limit
-from zpp_lab.tools.plan.search.shown import (
-    WIDTH,
-    as_dict,
-    check_next_study,
-    label,
-    next_study,
-    show,
-    tempting,
-    write_next_study,
-)
+from zpp_lab.tools.plan.search.shown import WIDTH, as_dict, label, show
 from zpp_lab.train.memory.buffers import GIB
 
 
@@ -42,7 +33,6 @@ class Wanted:
     study: Path | None
     max_gap: float | None
     allow: str | None
-    next_study: Path | None
     as_json: bool
 
 
@@ -50,8 +40,6 @@ def fastest_command(overrides: Sequence[str], wanted: Wanted) -> int:
     """Print the fastest plan. ValueError, with the way out, where there is none."""
     config = compose(list(overrides))
     problem = _problem(config, wanted)
-    if wanted.next_study is not None:
-        check_next_study(wanted.next_study)
     line = _Line(sys.stderr)
     try:
         answer = search(problem, say=line.say)
@@ -59,11 +47,10 @@ def fastest_command(overrides: Sequence[str], wanted: Wanted) -> int:
         raise ValueError(_nothing_fits(problem, error)) from None
     finally:
         line.close()
-    written = _write_next(answer, wanted.next_study)
     if wanted.as_json:
-        print(json.dumps(as_dict(answer, overrides, config, written), indent=1))
+        print(json.dumps(as_dict(answer, overrides, config), indent=1))
     else:
-        show(answer, overrides, config, written, Console(width=max(WIDTH, Console().width)))
+        show(answer, overrides, config, Console(width=max(WIDTH, Console().width)))
     return 0
 
 
@@ -118,24 +105,15 @@ def _limit(wanted: Wanted) -> LossLimit | None:
         if wanted.allow == "untested":
             raise ValueError(
                 "--allow untested is for a search without --study: with --study only measured "
-                "recipes are chosen; --next-study FILE writes a study that measures the others"
+                "recipes are chosen"
             )
         return read_limit(wanted.study, wanted.max_gap, wanted.allow == "undecided")
-    for name in ("max_gap", "allow", "next_study"):
+    for name in ("max_gap", "allow"):
         if getattr(wanted, name) not in (None, "untested"):
             raise ValueError(
                 f"--{name.replace('_', '-')} works only with --study, a study's folder"
             )
     return None
-
-
-def _write_next(answer: Answer, path: Path | None) -> str | None:
-    """The file's name; None when there was nothing to write or none was wanted."""
-    plans, limit = tempting(answer), answer.problem.limit
-    if path is None or limit is None or not plans:
-        return None
-    write_next_study(path, next_study(limit, plans, answer.problem.base.cluster))
-    return str(path)
 
 
 def _nothing_fits(problem: Problem, error: NothingFits) -> str:

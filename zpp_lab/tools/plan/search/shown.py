@@ -1,36 +1,22 @@
-"""A search's answer as tables for a terminal and as JSON, and what can be done with it.
-
-A plan becomes words for the command line, in Hydra's grammar (`plan_overrides`). Where faster plans
-were measured by no arm, `next_study` is the finished study with new arms, which would say
-whether they keep the loss.
-"""
+"""A search's answer as tables for a terminal and as JSON, and each plan as Hydra's overrides."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
-from zpp_lab.collectives.recipe import Recipe
-from zpp_lab.config.compose import compose
-from zpp_lab.config.flat import differing, flat_config
 from zpp_lab.config.load import written
-from zpp_lab.config.parser import check_own
-from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig, ShardingConfig
-from zpp_lab.config.study import ArmConfig, StudyConfig
-from zpp_lab.files import write_atomic
-from zpp_lab.study.judge.claims import EXPECTED
+from zpp_lab.config.schema import Config, RecipeConfig
 from zpp_lab.tools.plan.cost.show import host_lacks
 from zpp_lab.tools.plan.cost.step import BOUNDS
 from zpp_lab.tools.plan.planner import NO_GPU, sequences
 from zpp_lab.tools.plan.search.fastest import TIE, Answer, Timed
-from zpp_lab.tools.plan.search.limits import UNLIMITED, LossLimit
+from zpp_lab.tools.plan.search.limits import UNLIMITED
 from zpp_lab.tools.plan.search.space import PLAIN, Candidate, named_recipes
 from zpp_lab.train.memory.buffers import GIB
 
@@ -45,7 +31,6 @@ VERDICTS = {
     "plain": "plain",
     "twin": "raw twin",
 }
-_QUESTION = "Are faster recipes within"
 NO_LOSS = (
     "Loss was not considered: --study DIR, a finished study's folder, restricts the search to "
     "recipes that it found on par."
@@ -109,73 +94,6 @@ def tempting(answer: Answer) -> list[Timed]:
     return list({id(t.option.candidate.recipe): t for t in found}.values())
 
 
-def next_study(limit: LossLimit, plans: Sequence[Timed], cluster: ClusterConfig) -> StudyConfig:
-    """Return the same seeds, data and training as `limit`'s study, its baseline and controls, and
-    an arm for each of `plans`, judged with the limit as margin."""
-    study = limit.study
-    base = next(m for m in limit.measured if m.arm.name == study.baseline)
-    overrides = list(study.overrides) or _overrides(base.config)
-    if _fewer_hops(base.config, cluster):
-        overrides += [f"cluster.nodes={cluster.nodes}"]
-        overrides += [f"cluster.gpus_per_node={cluster.gpus_per_node}"]
-    kept = [
-        replace(arm, factors={}, overrides=arm.overrides or recipe_overrides(base.config.recipe))
-        for arm in study.arms
-        if arm.name == study.baseline or (arm.role in EXPECTED and arm.against is None)
-    ]
-    return StudyConfig(
-        name=f"{study.name}_next",
-        question=f"{_QUESTION} {limit.share:.2%} of the loss of {study.baseline}?",
-        arms=[*kept, *(_arm(plan, {arm.name for arm in kept}) for plan in plans)],
-        seeds=study.seeds,
-        overrides=overrides,
-        prepare=study.prepare,
-        baseline=study.baseline,
-        margin=limit.share,
-        confidence=study.confidence,
-        jobs=study.jobs,
-        runs_per_gpu=study.runs_per_gpu,
-        max_seeds=study.max_seeds,
-        seeds_per_look=study.seeds_per_look,
-    )
-
-
-def check_next_study(path: Path) -> None:
-    """Raise ValueError for a name that `zpp-lab study` would not take, or somebody else's file."""
-    if path.suffix not in (".yaml", ".yml"):
-        raise ValueError(f"--next-study {path}: use a file that ends in .yaml")
-    check_own("--next-study", path, f"question: {_QUESTION}")
-
-
-def write_next_study(path: Path, study: StudyConfig) -> None:
-    """Write `study` as a file that `zpp-lab study` takes."""
-    text = yaml.safe_dump(asdict(study), sort_keys=False, allow_unicode=True)  # type: ignore[call-overload]
-    write_atomic(path, text)
-
-
-def _arm(plan: Timed, taken: set[str]) -> ArmConfig:
-    candidate = plan.option.candidate
-    state = candidate.knobs.optimizer_state
-    overrides = recipe_overrides(candidate.recipe)
-    name = candidate.recipe.name
-    if state != "fp32":
-        name, overrides = f"{name}_{state}", [*overrides, f"train.optimizer_state={state}"]
-    return ArmConfig(f"{name}_new" if name in taken else name, overrides)
-
-
-def _overrides(config: Config) -> list[str]:
-    """Of plain runs, which have no study: what differs from the defaults, the recipe apart."""
-    usual, own = flat_config(compose([])), flat_config(config)
-    changed = [k for k in differing(usual, own) if not k.startswith(("recipe.", "seed"))]
-    return [f"{key}={written(own.get(key))}" for key in changed]
-
-
-def _fewer_hops(config: Config, cluster: ClusterConfig) -> bool:
-    """Whether gradients cross fewer hops on the study's cluster than on the planned one."""
-    two = replace(config.recipe, hops=2, shard="world", sharding=ShardingConfig())
-    return len(Recipe(two, config.cluster).hops) < len(Recipe(two, cluster).hops)
-
-
 def rows(answer: Answer) -> Iterator[tuple[Timed, str, str]]:
     """Yield (plan, kind, why) fastest first; the kinds are chosen, memory, loss, not measured,
     plain, twin and allowed. A plan that is two of them has the first."""
@@ -222,12 +140,10 @@ def train_command(given: Sequence[str], config: Config, timed: Timed) -> str:
     return "zpp-lab train " + shlex.join(plan_overrides(given, config, timed.option.candidate))
 
 
-def show(
-    answer: Answer, given: Sequence[str], config: Config, written: str | None, console: Console
-) -> None:
+def show(answer: Answer, given: Sequence[str], config: Config, console: Console) -> None:
     """Print the table, the chosen plan as a command, and what was not considered.
 
-    given: the user's overrides, config: what they compose to; written: the next study's file.
+    given: the user's overrides, config: what they compose to.
     """
     chosen, problem = answer.chosen, answer.problem
     console.print(_table(answer))
@@ -245,7 +161,7 @@ def show(
         highlight=False,
     )
     console.print(train_command(given, config, chosen), soft_wrap=True, highlight=False)
-    for line in notes(answer, written):
+    for line in notes(answer):
         console.print(line, style="dim", highlight=False)
 
 
@@ -257,7 +173,7 @@ def _apart(answer: Answer) -> str:
     return f" (bits bring {bits:.2f} ×, the partition {answer.speed_up(answer.twin):.2f} ×)"
 
 
-def notes(answer: Answer, written: str | None) -> list[str]:
+def notes(answer: Answer) -> list[str]:
     """Return what a reader must know beside the table."""
     limit = answer.problem.limit
     said = [NO_GPU] * answer.problem.assumed
@@ -269,9 +185,7 @@ def notes(answer: Answer, written: str | None) -> list[str]:
     if lacks and answer.chosen.time.bound == BOUNDS["host"]:
         said.append(lacks)
     if limit is not None and tempting(answer):
-        do = f"zpp-lab study {written}" if written else "add --next-study next.yaml, which writes"
-        more = "" if written else " the study that would, then run zpp-lab study next.yaml"
-        said.append(f"Faster, but not measured by a study: {do}{more}.")
+        said.append("Faster, but not measured by a study: measure those as arms of one.")
     said += [f"Not predicted: {fault}." for fault in answer.without_figures]
     said.append(
         f"{answer.plans:,} plans searched, {answer.predicted:,} predicted. Plans within 1 % count "
@@ -318,9 +232,7 @@ def differences(study: Config, plan: Config) -> list[str]:
     return [f"{k} {there[k]} (here {here[k]})" for k in there if there[k] != here[k]]
 
 
-def as_dict(
-    answer: Answer, given: Sequence[str], config: Config, written: str | None
-) -> dict[str, Any]:
+def as_dict(answer: Answer, given: Sequence[str], config: Config) -> dict[str, Any]:
     """Return everything shown; memory in bytes, times in seconds."""
     return {
         "machine": answer.problem.machine.name,
@@ -338,8 +250,7 @@ def as_dict(
             _entry(answer, timed, given, config) | {"kind": kind, "why": why}
             for timed, kind, why in rows(answer)
         ],
-        "next_study": written,
-        "notes": notes(answer, written),
+        "notes": notes(answer),
     }
 
 
