@@ -1,11 +1,7 @@
 """`metrics.jsonl`, the truth about a run: one JSON object a line, one line a step.
 
-Every other view of a run (console, wandb, report) can be made again from this
-file, so its writer fails loudly and never leaves half a line behind.
-
-JSON has no NaN and no infinity, and a null could mean anything. They are
-written as the strings "NaN", "Infinity" and "-Infinity", and `read` gives
-floats back. No metric is a string, so nothing else can look like them.
+Its writer fails loudly and never leaves half a line. JSON has no NaN and no infinity; they are
+written as the strings "NaN", "Infinity" and "-Infinity", and `read` gives floats back.
 """
 
 from __future__ import annotations

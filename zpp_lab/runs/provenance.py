@@ -1,10 +1,6 @@
-"""Facts about this machine and this code, kept with every result.
+"""Facts about this machine and this code, kept with every result, without host or user names.
 
-A number means little without the machine that made it. No host or user name is
-gathered: reports are meant to be shown around.
-
-A run that is stopped may go on with other code, and summary.json names the commit of the last start
-alone. So `note_commit` keeps which commit made which steps.
+A stopped run may resume with other code, so `note_commit` records which commit made which steps.
 """
 
 from __future__ import annotations

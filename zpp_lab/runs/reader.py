@@ -1,11 +1,7 @@
-"""What lies in a study's folder (study.yaml and run folders), and what became of each run.
+"""Reads a study's folder (study.yaml and run folders), and how each run ended.
 
-A run folder holds config.yaml, metrics.jsonl and, once it ended, summary.json
-or failure.json; of a study's run that was cut before it could write them, its log alone.
-Nothing here judges or draws; it only reads.
-
-Only finished runs have a loss to judge. Whoever reads a verdict must see which runs stand behind
-it, which do not, and how far those came: running, stopped, failed and why, or never started.
+A run folder holds config.yaml, metrics.jsonl and, once it ended, summary.json or failure.json; of a
+run killed before it could write them, its log alone. Only finished runs have a loss to judge.
 """
 
 from __future__ import annotations

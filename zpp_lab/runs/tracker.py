@@ -1,11 +1,8 @@
-"""Everything that is written down about a run while it trains.
+"""Writes down a run while it trains.
 
-The metrics file and the run's summary are the truth: if they cannot be written,
-the run stops. The console, wandb and TensorBoard are views of them: if one fails, it
-says so once on stderr and training goes on without it.
-
-A person sees one line that renews itself, or plain lines in a log. `ConsoleLog` keeps all that a
-process says, whoever says it, as lines of a file.
+The metrics file and the run's summary are the truth: if they cannot be written, the run stops. The
+console, wandb and TensorBoard are views of them: if one fails, it says so once on stderr and
+training continues without it. `ConsoleLog` copies all output of the process into a file.
 """
 
 from __future__ import annotations

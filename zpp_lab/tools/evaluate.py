@@ -1,19 +1,14 @@
 """Held-out loss and perplexity of runs and of folders for transformers, on the same tokens.
 
-A run is measured with its master weights, with the weights that its wire brings, and with
-whatever codec it is rounded to afterwards: the three numbers that tell whether quantized training
-leaves a better quantized model behind than rounding does. The same weights have other losses in
-bf16 than in fp32, and by transformers' decoder than by ours: a row says how it was computed, and
-`dtype` has all computed alike.
+A run is measured with its master weights, with the weights that its wire brings, and rounded with
+any codec. The same weights have other losses in bf16 than in fp32, and by transformers' decoder
+than by ours: a row says how it was computed, and `dtype` makes all the same.
 
 A folder's packed weight is unpacked by the first forward, in the dtype of its scales. A run in bf16
-rounds each weight to bf16 after decoding, so a folder with fp32 scales holds numbers that become
-the run's weights by that same rounding. It must not touch the scales before, nor the buffers ever:
-a model's `.to(torch.bfloat16)` rounds the rotary frequencies too, and with them every position.
+rounds each weight to bf16 after decoding, so a folder with fp32 scales is rounded after unpacking:
+never its scales, nor buffers such as rotary frequencies (as `.to(torch.bfloat16)` would).
 
-`check_comparable` asks whether such a model can be measured on a run's held-out tokens. A model of
-another tokenizer reads other words into the same numbers, one that sees the tokens it is asked for
-needs no language at all, and both give a loss like any other.
+`check_comparable` refuses models with another tokenizer, and models that see the tokens to predict.
 """
 
 from __future__ import annotations

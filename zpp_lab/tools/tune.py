@@ -1,13 +1,10 @@
 """`zpp-lab tune RUN`: bits for each class of weights, for the least gap that a budget allows.
 
-A class is what differs in a layer's number alone: `layers.*.attention.wq.weight`. The weights
-of a trained run are rounded, a class at a time, with few bits (`PROBES`), and the held-out loss
-tells what an error there costs: s = (sum of losses' rises) / (sum of NMSE), nats for a unit of
-NMSE. A choice of bits and block for the class is then taken to cost s times its own NMSE, which is
-measured on the class's weights as the ranks of the run's cluster encode them. `spend` finds the
-choices of least cost within the budget, exactly: classes are few, so all bundles that no other one
-beats in both bytes and cost are kept (a knapsack, as L-GreCo has for layers' ranks: Markov et al.
-2022, arXiv:2210.17357).
+A class is what differs in a layer's number alone: `layers.*.attention.wq.weight`. A trained run's
+weights are rounded, a class at a time, with few bits (`PROBES`). The held-out loss gives the cost
+of an error there: s = (sum of losses' rises) / (sum of NMSE). A choice of bits and block costs s
+times its own NMSE. `spend` finds the choices of least cost within the budget exactly, by a knapsack
+(as L-GreCo for layers' ranks: Markov et al. 2022, arXiv:2210.17357).
 
 Rounding a trained model stands in for training with such gathers: the recipe is a proposal until a
 study has compared it with the uniform one.

@@ -4,15 +4,13 @@
       rank-00000-0.safetensors ...   each rank's rows of each tensor, in up to four files a rank
       index.json                     every tensor's dtype and shape; which rows of it each file
                                      holds; the SHA-256 of every 16 MiB of them; digests of the
-                                     run's settings and steps (`origin.py`); and at the end the
-                                     SHA-256 of the index itself
+                                     run's settings and steps (`origin.py`); the index's SHA-256
 
-Where a tensor lies in its file follows from what the index says of the file, and so do the bytes of
-the file's header: nothing in a checkpoint stands there unchecked. The same state of the same
-ranks is the same bytes, file by file: no time, no folder's name, no pickle. Tensors have dotted
-names: `weights.NAME`, `optimizer.KEY.NAME`, `base.NAME` (marks of a frozen base), `kept.NAME`
-(weights that nodes keep, where differences from them travel), `memory.WIRE.NAME` (what each rank's
-encoder remembers of its rows: [ranks, rows, width]), `scaler.KEY`.
+Headers and places in a file follow from the index, so all is checked. The same state of the same
+ranks is the same bytes. Tensors have dotted names: `weights.NAME`, `optimizer.KEY.NAME`,
+`base.NAME` (marks of a frozen base), `kept.NAME` (node-replicated weights, where differences
+travel), `memory.WIRE.NAME` (each rank's error-feedback residuals: [ranks, rows, width]),
+`scaler.KEY`.
 """
 
 from __future__ import annotations

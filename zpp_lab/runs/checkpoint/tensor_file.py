@@ -1,10 +1,8 @@
 """Safetensors files: the bytes before the data, which need no torch, and rows of tensors.
 
-    8 bytes          length of the header, little-endian
-    header           JSON: each tensor's dtype, shape and place in the data
-    data             the tensors without gaps
-
-Tensors lie by dtype, wide ones first, so that each is aligned, then by name.
+8 bytes          length of the header, little-endian
+header           JSON: each tensor's dtype, shape and place in the data
+data             the tensors without gaps, by dtype, wide ones first, then by name
 """
 
 from __future__ import annotations

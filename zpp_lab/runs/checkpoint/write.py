@@ -1,12 +1,9 @@
 """Writes checkpoints: atomic, the newest whole one wins, through bounded host memory.
 
-Ranks write into a folder under another name. When every file is on the disk, rank 0 adds the index
-and renames the folder: a kill leaves the old checkpoints and never half a new one.
-
-Where every rank's part is small enough for a copy in host memory, training goes on while a thread
-writes the copy. Else training waits while the tensors stream to the disk: a rank writes up to
-`LANES` files side by side, each through its part of the staging memory, and written pages leave the
-page cache as they reach the disk.
+Ranks write into a folder under another name. Rank 0 then adds the index and renames the folder, so
+a kill never leaves half a checkpoint. A rank's part that fits in host memory is copied, and written
+by a thread while training continues. A larger one streams to the disk and training waits: a rank
+writes up to `LANES` files in parallel, each through its part of the staging memory.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
 """Sends run folders to wandb, in a process of its own.
 
-Training writes metrics.jsonl and never waits for anything else. This process
-reads that file beside it and talks to wandb. If the server is slow, dead or
-wrong, this process is what suffers, and the run can be sent again at any time:
-the wandb run has a fixed id, the server says which steps it has, and metrics.jsonl
-has the others.
+It follows metrics.jsonl while the run trains, so a slow or dead server never delays training. A
+run can be sent again at any time: its wandb id is fixed, and the server says which steps it has.
 
     python -m zpp_lab.runs.wandb.sink DIR ... [--parent PID]
     python -m zpp_lab.runs.wandb.sink --study ROOT [--parent PID]
 
-The steps of a single run are sent as they come. Offline, without system metrics, nobody
-looks before the end, so the run is written once, whole, when it ends. A study starts
-one such process for all its runs, as importing wandb costs more than a run.
-`--parent` names the process that started this one: when it is gone, no more
-lines will come. Without it there is nothing to wait for.
+Offline, without system metrics, a run is written once, when it ends. A study starts one such
+process for all its runs, as importing wandb costs more than a run. `--parent` names the process
+that started this one: when it is gone, no more lines will come.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What can be claimed of an arm's gap: the verdicts' names, the rule that gives one, and controls.
+"""What can be claimed of an arm's gap: names of verdicts, the rule behind them, and controls.
 
-Three claims are tested, each with an error rate alpha of its own: the gap **differs** from 0, it is
-**inside** the margin on both sides, it lies **beyond** the margin. A verdict is what they say
-together. One label says "inside the margin"; a mark says that the gap differs from 0:
+Three claims are tested, each at level alpha: the gap **differs** from 0, it is **inside** the
+margin, it lies **beyond** the margin. Together they make the verdict:
 
 | claims | gap above 0 | gap below 0 |
 |---|---|---|

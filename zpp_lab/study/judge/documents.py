@@ -1,14 +1,11 @@
 """Held-out losses by document: what the choice of documents adds to the variance of a gap.
 
-The losses are what heldout.json of a run folder holds. Folders of runs that wrote none are fine:
-such an arm has intervals over seeds alone.
-
-The held-out loss is a ratio, nats over tokens, of the same documents for every run; its variance
-over documents is that of the ratio's linear part. Seeds and documents are crossed, so the spread of
-documents' mean gaps over S seeds holds 1/S of the interaction, the noise of one seed on one
-document, which the spread over seeds holds already. It is taken off (the two-way random model of
-Searle, Casella & McCulloch 1992, Variance Components), but not where the documents count as few: a
-difference of two variances then has fewer degrees of freedom than it is given.
+The losses come from heldout.json; an arm whose runs lack it has intervals over seeds alone. The
+held-out loss is a ratio, nats over tokens, and its variance is that of the ratio's linear part.
+Seeds and documents are crossed, so the spread of documents' mean gaps over S seeds holds 1/S of
+the interaction, which the spread over seeds holds already. It is subtracted (two-way random model:
+Searle, Casella & McCulloch 1992, Variance Components), but not with few documents: a difference of
+two variances then has fewer degrees of freedom than it is given.
 """
 
 from __future__ import annotations

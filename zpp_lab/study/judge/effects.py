@@ -1,12 +1,9 @@
 """Main effects and interactions of a study's swept factors on the loss gap.
 
-An arm's own `factors` say its levels. Where a study says none, the factors are the settings in
-which the arms' configs differ; settings that always change together are one factor.
-
-Only arms that are alike in every other factor are compared, so that an effect is never that of
-another setting which happened to change too. A mean over such matched groups is taken within
-each seed; its interval is Student's over the seeds, which are the independent observations.
-An arm that has no like is drawn as a dot and named, never averaged.
+An arm's `factors` give its levels; without them, the factors are the settings in which the arms'
+configs differ. Only arms with equal levels of all other factors are compared. A mean over such
+matched groups is taken within each seed; its interval is Student's over seeds. An unmatched arm is
+drawn as a dot and named, never averaged.
 """
 
 from __future__ import annotations

@@ -1,29 +1,22 @@
 """The tests of a study's arms as one family: look by look, corrected for looks and for arms.
 
-Three families, each with its own error rate alpha = 1 − confidence: the claims that a gap differs
-from 0, that it is equal within the margin, and that it lies beyond the margin. In each, an arm's
-p-value is the smallest over the looks so far, corrected for the planned looks, then for the number
-of arms (Holm). An arm of which a look says that its gap is inside or beyond the margin gets no
-further seeds, and its claims stand. Controls whose verdict is known are in no family: they test the
-instrument, and their claims are not the study's.
+Three families, each with its own error rate alpha = 1 − confidence: a gap differs from 0, it is
+equal within the margin, it lies beyond the margin. An arm's p-value is the smallest over the looks
+so far, corrected for the planned looks, then for the number of arms (Holm). An arm that a look
+shows inside or beyond the margin gets no further seeds, and its claims stand. Controls whose
+verdict is known are in no family.
 
-Looks: a sequential study tests after its first seeds, then after every few more, and each further
-look is another chance to cross a threshold by luck. The correction is Pocock's (1977, Biometrika
-64): the same nominal level at every look, lowered until the chance of ever crossing it is the level
-that was promised. For a t test that level has no closed form, but the t statistics of the looks
-depend on no unknown when the null holds, so their joint distribution is simulated here once,
-for exactly the numbers of seeds that the study plans.
+Looks: each further look is another chance to cross a threshold by luck. The correction is Pocock's
+(1977, Biometrika 64): the same nominal level at every look, lowered until the chance of ever
+crossing it is alpha. For a t test it has no closed form, but the t statistics of the looks depend
+on no unknown when the null holds, so their joint distribution is simulated for the planned seeds.
 
-Arms: Holm's method is written out because statsmodels' `multipletests` takes seconds to import and
-collects garbage at every call, and a study corrects at every look; the tests hold it against that
-function.
+Arms: Holm's method is written out, because statsmodels takes seconds to import; tests compare both.
 
-Why the chance of any false claim in a family stays below alpha, however the arms' seeds are
-added: the smallest p-value over *all* planned looks, corrected, is a valid p-value, so Holm's
-method on these keeps alpha. At every look the p-values here are no smaller, and Holm's method
-rejects no more for larger p-values; so what is claimed at any look is claimed there too. A
-composite asks for no seeds: it is tested at the looks that all its arms have, and stops with the
-first of them.
+The chance of any false claim in a family stays below alpha, however seeds are added: the smallest
+p-value over *all* planned looks, corrected, is a valid p-value, so Holm's method on these keeps
+alpha. At every look the p-values here are no smaller, and Holm's method rejects no more for larger
+ones. A composite asks for no seeds: it is tested at the looks that all its arms have.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""The noise of a study: how large gaps are when nothing, or nothing but the seed, has changed.
+"""The noise of a study: how large gaps are when nothing, or only the seed, has changed.
 
 The noise floor needs several seeds. Two seeds of the baseline differ by initialization and data
-order; an unpaired comparison would have to see an arm's gap through that. An order control differs
-from the baseline only in the order of its sums; its gaps are what "nothing changed" looks like
-after as many steps, for arms that stay beside their baseline as it does. Few bits can push a run
-off its path. Then its loss hardly follows the baseline's from seed to seed, pairing takes little
-off, and the gap holds the noise of two runs (experiments/reference).
+order. An order control differs from the baseline in the order of its sums alone. Few bits can push
+a run off its path; its loss then hardly follows the baseline's from seed to seed, and the gap holds
+the noise of two runs (experiments/reference).
 
-The noise band serves a study with one seed, which has no test and no interval. Its order control
-says at least what nothing looks like: an arm whose gap is no larger shows nothing, one far beyond
-it shows something. One draw of the noise is little.
+The noise band serves a study with one seed, which has no test and no interval: an arm whose gap is
+no larger than its order control's shows nothing. It is one draw of the noise.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """The statistics of paired seeds: gap, interval, the tests of three claims, seeds needed.
 
-Every arm sees the same initialization and the same tokens as the baseline for the same seed, so
-the loss gap of a seed is one paired observation in nats. All seeds are evaluated on the same
-documents, so a mean gap would be another with other seeds, and with other documents: its variance
-has two parts, as seeds and documents are crossed (Owen 2007, Ann. Appl. Stat. 1).
+An arm sees the same initialization and tokens as the baseline of the same seed, so the loss gap of
+a seed is one paired observation. A mean gap would be another with other seeds, and with other
+documents: its variance has two crossed parts (Owen 2007, Ann. Appl. Stat. 1).
 
-Each part has few degrees of freedom of its own. With parts v₁, v₂ and Student's quantiles t₁, t₂
-of their degrees of freedom, the interval is mean ± √(t₁² v₁ + t₂² v₂) (Banerjee 1960, Sankhya 22).
-It covers at least as often as it says, whatever the parts' shares: the chance that a normal mean
-lies within ±√c is concave in c, so it is at least the average, by the parts' true shares, of what
-each part alone would give. Satterthwaite's single t is narrower, and with three seeds it covers 93
-to 94 % for 95. The p-value of a distance is the level at which the interval just reaches it.
-Without a part of documents all are Student's.
+With parts v₁, v₂ and Student's quantiles t₁, t₂ of their degrees of freedom, the interval is
+mean ± √(t₁² v₁ + t₂² v₂) (Banerjee 1960, Sankhya 22). It covers at least as often as it says: the
+chance that a normal mean lies within ±√c is concave in c. Satterthwaite's single t is narrower, and
+covers 93 to 94 % for 95 with three seeds. The p-value of a distance is the level at which the
+interval just reaches it. Without a part of documents all are Student's.
 """
 
 from __future__ import annotations

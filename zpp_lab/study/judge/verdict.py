@@ -1,43 +1,26 @@
-"""From run folders to one verdict an arm.
-
-The rule, for the paired gaps of an arm (its held-out loss minus the baseline's of the same
-seed), a margin in nats and alpha = 1 − confidence:
+"""From run folders to one verdict an arm, by the paired gaps of its seeds and a margin in nats.
 
 - **on par**, **worse**, **better**, **undecided** and what lies between: `claims.py` has the rule.
-  Inside the margin is what two one-sided tests show that reject both "gap ≤ −margin" and
-  "gap ≥ +margin": the larger p-value, corrected, is below alpha (Schuirmann 1987, J.
-  Pharmacokinet. Biopharm. 15; Lakens 2017, Soc. Psychol. Personal. Sci. 8). Worse and better take
-  the two-sided test against the margin's nearer edge: the interval lies wholly beyond it. The
-  two-sided test of "gap = 0" says whether 0 is excluded.
-  Where the size is open more seeds would tell; the text says about how many.
-- **not judged**: a run of a pair was evaluated on fewer than `LEAST_HELDOUT` held-out
-  tokens, which seeds share: no test over seeds knows what other text would have said.
+  Inside the margin is what two one-sided tests show (Schuirmann 1987, J. Pharmacokinet. Biopharm.
+  15; Lakens 2017, Soc. Psychol. Personal. Sci. 8). Worse and better take the two-sided test against
+  the margin's nearer edge. Where the size is open, the text says how many seeds would show it.
+- **not judged**: a run of a pair was evaluated on fewer than `LEAST_HELDOUT` held-out tokens.
 - **diverged**: the loss of a seed was lost where the baseline's was not.
 - **failed**: no pair of finished runs, and a run of the arm failed.
 - **no baseline**: runs of the arm finished, their baseline's have not.
-- **unfinished**: runs of the arm began, and none has ended by itself: they run, or were
-  stopped.
+- **unfinished**: runs of the arm began, and none has ended by itself.
 - **not run**: no run of the arm was ever started.
 
-A run counts once it has finished. What a run that was stopped or failed had reached enters no
-verdict, gap, mean or share of bytes; only curves over training show it.
+Only finished runs count: others enter no verdict, gap, mean or share of bytes.
 
-"Corrected" is for the planned looks of a study that adds seeds, then for the number of arms by
-Holm's method, separately for each kind of claim; `families.py` says why this keeps the chance of
-any false claim of a kind below alpha. Controls, arms whose verdict is known before the study runs,
-are corrected for looks only. `Gap.interval` is corrected for looks, so that it covers whenever the
-study stops (Jennison & Turnbull 1989, J. R. Stat. Soc. B 51), and not for the number of arms. What
-stands beside a verdict is `Gap.deciding`, at the level of the test that the verdict goes by.
+p-values are corrected for a study's looks, then for the number of arms (`families.py`). Controls
+whose verdict is known before are corrected for looks only. `Gap.interval` is corrected for looks
+(Jennison & Turnbull 1989, J. R. Stat. Soc. B 51), and not for the number of arms; `Gap.deciding`
+has the level of the test behind the verdict. Tests and intervals cover seeds and held-out documents
+together (`stats.py`, `documents.py`).
 
-`pairwise` judges arms against each other in the same way, as a family of its own.
-
-Tests and intervals are over seeds and held-out documents together (`stats.py`, `documents.py`).
-Where runs do not tell their losses by document they are over seeds alone, which reports say.
-
-The margin is a share of the mean loss of the baseline over the study's first seeds, so that
-later seeds cannot move it.
-
-`read_result` gives the verdicts of a folder to whoever wants them without a report.
+The margin is a share of the baseline's mean loss over the study's first seeds, so that later seeds
+cannot move it.
 """
 
 from __future__ import annotations

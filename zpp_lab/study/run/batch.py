@@ -1,10 +1,8 @@
 """A study's runs through one of Hydra's launchers: Slurm (submitit), joblib, Ray.
 
-Hydra's sweepers build products of settings. The runs of a study are a list, so this hands the
-list to the launcher in a sweeper's place. How each run ended is read from its folder, as always.
-
-What a job asks of Slurm follows from its run (`needs`): a job of real ranks has one task a rank,
-as in examples/slurm/train.sbatch. Runs that ask for the same share a launcher, and a job array.
+Hydra's sweepers build products of settings, and a study's runs are a list, which is handed to the
+launcher in a sweeper's place. How each run ended is read from its folder. A job asks Slurm for what
+its run needs (`needs`); runs that need the same share a launcher, and a job array.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """The runs of a study before any of them starts: their configs, folders and states.
 
-All configs are composed first, so a typo in the last arm fails before the first
-run starts, and a folder that holds other settings is never mixed with new ones.
-Configs are compared as flat dotted keys. What may differ is the trainer's own rule, so that a
-study never starts a run in a folder where the trainer would refuse to go on.
-
-Some arms can be planned alone (`some_arms`): its controls before all the rest is paid for, say.
+All configs are composed first, so a typo in the last arm fails before the first run starts. They
+are compared as flat dotted keys, by the trainer's own rule of what may differ on resume.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """What a study shows while it runs: lines of the call itself, and `--watch` from any terminal.
 
-The call prints a line for each run that ends, and a live line with ETA (`Progress`).
-
-`zpp-lab study NAME --watch` is a live table (`show`). It reads everything from the run folders, so
-it can be started and left at any time; a run counts as running while a living process holds its
-folder. Without a terminal one table is printed.
+`--watch` reads everything from the run folders. A run counts as running while a living process
+holds its folder. Without a terminal one table is printed.
 """
 
 from __future__ import annotations

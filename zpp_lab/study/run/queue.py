@@ -1,13 +1,8 @@
-"""One queue of runs over this machine: who starts next and where, and what becomes of who ends.
+"""A queue of runs on this machine: which starts next and where, and how ended runs are settled.
 
-Runs start in order. One that does not fit yet holds back those behind it, so that a run which
-needs all GPUs comes to its turn.
-
-A study's prepared runs go through the same queue. Its arms wait for them, and their folder is no
-arm's.
-
-Every run is its own process, so a crash takes nothing else with it. A fork server imports torch and
-the trainer once; a run then starts in milliseconds.
+Runs start in order; one that does not fit yet holds back those behind it. Every run is its own
+process, so a crash ends nothing else. A fork server imports torch and the trainer once; a run then
+starts in milliseconds.
 """
 
 from __future__ import annotations

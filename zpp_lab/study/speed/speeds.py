@@ -1,16 +1,13 @@
-"""Speed-ups over the strongest plain arm of a call, at which bandwidth they end, and which
-measurement is whose.
+"""Speed-ups over the strongest plain arm of a call, break-evens, and speeds of a study's arms.
 
 Plain is what FSDP2 does by itself: its defaults, weights resharded to the node, copies across nodes
 (HSDP). An arm's raw twin has the same partition and no codec, so a speed-up is what bits bring (arm
 over twin) times what the partition brings (twin over the strongest plain arm).
 
-A study's measured speeds lie in the file speed.csv of its folder. An arm has the speed of a
-measurement whose recipe has the same settings, whatever either is called; model and data may
-differ, as speeds are measured at the size that matters. A study of virtual ranks is matched as
-engine=fsdp, which computes the same. Plain FSDP2 stands for recipes with the settings of zero3
-where this package's own was not measured. An arm that cuts a step into other micro-steps than the
-baseline moves other bytes, so it has no measurement.
+A study's measured speeds lie in speed.csv of its folder. An arm takes the speed of a measurement
+whose recipe has the same settings; names, model and data may differ. Virtual ranks are matched as
+engine=fsdp, and plain FSDP2 stands for zero3 where that was not measured. An arm with other
+micro-steps than the baseline moves other bytes, so it has no measurement.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
     python -m zpp_lab.study.wandb_pages.publish ROOT [--mode online|offline]
 
-The report is a wandb run of its own in the study's group, with job type `report`, sent from a
-process of its own: a dead server delays nothing, and `zpp-lab sync ROOT` sends it again.
+The report is a wandb run of the study's group, with job type `report`, sent by its own process.
 """
 
 from __future__ import annotations

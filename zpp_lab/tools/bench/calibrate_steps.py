@@ -1,15 +1,11 @@
-"""What a step's work takes: a decoder block on the device by its FLOPs, the host's starts,
-transfers between ranks by size, and the codecs' kernels.
+"""What a step's work takes: a decoder block by its FLOPs, the host's launches, transfers between
+ranks by size, and the codecs' kernels.
 
-The device's part is a block's time and the memory's rate.
-
-The host's part is measured with models so small that nothing else bounds it. Models of one block
-and of `layers` run alone, under FSDP2, and under FSDP2 with blocks that are computed again, each
-until the call returns: the device is free before and is not waited for. What FSDP2 adds to a
-forward is a gather of each unit; what it adds to a backward, a gather and a reduction. What a
-block adds to FSDP2's whole step beyond these (clipping and updating its parameters, hooks, waits)
-is `block_rest_s`, what no block accounts for `step_s`. All take turns, since a machine's pace
-changes, and Python's collector leaves alone what was there before, as in a training.
+The host is measured with models so small that nothing else bounds it: of one block and of `layers`,
+alone, under FSDP2, and under FSDP2 with recomputed blocks, each until the call returns. What FSDP2
+adds to a forward is a gather a unit; to a backward, a gather and a reduction. What a block adds to
+the whole step beyond these is `block_rest_s`, what no block accounts for `step_s`. All take turns,
+since a machine's pace changes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""What an exported folder says of itself: README.md for people, and of quantized weights
-zpp_lab.json for programs.
+"""The cards of exported folders: README.md for people, and for quantized weights zpp_lab.json.
 
-A card names the base that training started from and its licence, whose text comes along. Whoever
-finds quantized weights must see whether its numbers are those that training computed with, and
-how to load it so that they are. transformers unpacks a weight in the dtype of its scales, which a
-`dtype=` changes first; training in bf16 decodes in fp32 and rounds what comes out. So the way
-depends on both dtypes.
+A card names the base that training started from and its licence. It says how to load the folder so
+that its numbers are those of training: transformers unpacks a weight in the dtype of its scales,
+which a `dtype=` changes first, while training in bf16 decodes in fp32 and rounds the result.
 """
 
 from __future__ import annotations

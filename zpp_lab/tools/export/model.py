@@ -1,22 +1,16 @@
 """From a run's folder to a folder with config.json and safetensors, adapters merged.
 
-The weights are the fp32 masters, so that what is written does not depend on the recipe's wires;
-`quantized.py` writes what the wires make of them.
-
-Adapters are added to the frozen base that they were trained on, one tensor at a time. The base is
-what the run computed with: read from where the run started, encoded and decoded as
-its ranks keep it, in train.param_dtype. So the export has the run's own losses, and not those of
-the adapters on a base that they never saw. The recipe's codecs are for the adapters: on the sum
-they would make weights that no rank ever had.
+The weights are the fp32 masters; `quantized.py` writes what the wires make of them. Adapters are
+added to the frozen base that they were trained on, encoded and decoded as its ranks keep it, in
+train.param_dtype. So the export has the run's own losses.
 
 A run's adapters alone go into the files that peft writes and loads:
 
     adapter_model.safetensors   base_model.model.MODULE.lora_A.weight [rank, in], lora_B [out, rank]
     adapter_config.json         the settings of peft.LoraConfig
 
-Modules have transformers' names, so the built-in decoder's adapters fit the LlamaForCausalLM that
-it started from. Whoever loads them on an unquantized base gets another base than the run trained
-on, unless the run had none quantized: `--to hf` writes the two together as they were.
+Modules have transformers' names. Adapters loaded on an unquantized base differ from the run's
+unless its base was unquantized too: `--to hf` writes both together.
 """
 
 from __future__ import annotations

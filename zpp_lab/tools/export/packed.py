@@ -1,14 +1,12 @@
 """Coded weights in the format of compressed-tensors, number for number where that is possible.
 
-The wire's blocks run over a rank's flat shard; the format's groups run along a row. FSDP2 cuts
-between rows, so blocks start at the beginning of a row or at multiples of the block size after
-it. Hence g = gcd(block size, row length) elements in a row never belong to two blocks: groups of
-g, each with its block's scale, hold exactly the wire's numbers, whatever rows a block spans. Any
-divisor of g does so too. The format computes q · s in the scale's dtype, as our decode does.
+The wire's blocks run over a rank's flat shard; the format's groups run along a row. FSDP2 shards
+between rows, so g = gcd(block size, row length) elements of a row never belong to two blocks:
+groups of g, each with its block's scale, hold exactly the wire's numbers. The format computes q · s
+in the scale's dtype, as our decode does.
 
-Packed weights are those of `nn.Linear`, all that transformers 5.23 with compressed-tensors 0.20
-runs as loaded: a packed embedding has no weight in its first forward there, and a tied one none in
-the head. What else the wire quantizes is stored as it decodes, the same numbers in more bytes.
+Packed weights are those of untied `nn.Linear`, all that transformers 5.23 with compressed-tensors
+0.20 runs as loaded. Other quantized weights are stored as they decode.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The quantized model that training leaves behind, as a folder that transformers loads.
 
-By default the numbers are exactly those that the weights' wire brought at the checkpoint's step.
-With a codec they are the master weights rounded to nearest after training, which is what the
-claim "usable without post-training quantization" has to be compared with.
-
-What does not fit the format is refused: other numbers than the wire's come only where --requantize
-or --codec asks for them.
+By default the numbers are exactly those of the weights' wire at the checkpoint's step. With a codec
+they are the master weights rounded to nearest after training, for comparison. What does not fit the
+format is refused unless --requantize or --dense says what to do.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Network namespaces: the kernel's few calls that Python 3.11 has no names for, and two processes.
+"""Network namespaces: the kernel calls that Python 3.11 lacks, and two processes.
 
-`python -m zpp_lab.tools.links.namespaces hold` keeps a namespace alive, and clears up should its
-owner be killed: its standard input is a pipe whose other end the owner alone has. When that ends,
-so has the owner, and everything that carries its mark is killed.
-
-`... enter PARENT PID COMMAND...` runs COMMAND in the namespace of PID. It takes the process's
-place, and dies with PARENT. PID 0 stays in the namespace that is here.
+`python -m zpp_lab.tools.links.namespaces hold` keeps a namespace alive. When its standard input
+ends, so has the owner, and everything that carries its mark is killed. `... enter PARENT PID
+COMMAND...` runs COMMAND in the namespace of PID (0: the one that is here), and dies with PARENT.
 """
 
 from __future__ import annotations

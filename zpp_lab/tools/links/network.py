@@ -1,15 +1,10 @@
-"""Which `ip` and `tc` commands join nodes: names, addresses, links and their limits; and where
-those two are.
+"""The `ip` and `tc` commands that join nodes: names, addresses, links and their limits.
 
-Two nodes are the ends of one veth pair. Three or more hang on a bridge in a namespace of its
-own, the hub, like machines on a switch. Every link is limited at both ends, so that a node sends
-and receives at most the named speed. No link loses packets, as under InfiniBand's credits: a full
-queue would refuse a socket's next packet, and a socket with nothing else on its way tries again
-after 200 ms, many times what a message takes. TCP is set so that a link's speed is what bounds it
-(`congestion_control`, `keep_windows`, `keep_order`).
-
-Everything lies inside private namespaces; the names carry the owner's process id all the same, so
-that whoever finds one knows whose it is.
+Two nodes are the ends of one veth pair; three or more hang on a bridge in a namespace of its own,
+the hub. Every link is limited at both ends. No link loses packets, as under InfiniBand's credits: a
+full queue would refuse a socket's next packet, which is then sent again after 200 ms. TCP is set so
+that a link's speed is its bound (`congestion_control`, `keep_windows`, `keep_order`). Names carry
+the owner's process id.
 """
 
 from __future__ import annotations

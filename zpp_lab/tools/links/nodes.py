@@ -4,18 +4,17 @@
         nodes.limit(25.0)
         nodes.start(1, ["hostname"], {})
 
-A namespace has no name: a process holds it (`namespaces.py`), and it goes with its last process,
-links and limits with it. So nothing has to be undone command by command, and what is left when
-the owner is killed ends by itself.
+A process holds each namespace (`namespaces.py`), which ends with its last process, links and limits
+too.
 
 `zpp-lab emulate`: a command once a rank, or once a node, on emulated nodes of this host.
 
     zpp-lab emulate --nodes 2 --gpus-per-node 2 --link-gbps 25 -- zpp-lab train engine=fsdp ...
     zpp-lab emulate --nodes 2 --gpus-per-node 2 --per node -- torchrun train.py
 
-Ranks find their place in the environment, as under torchrun. Once a node, torchrun itself finds
-the nodes, its own number and where to meet (PET_*). When one process fails the others are ended.
-With fewer GPUs than ranks, --share-gpus lets nodes share them through MPS (=time-slices: without).
+Ranks find their place in the environment, as under torchrun (PET_* for one torchrun a node). When a
+process fails the others are ended. With fewer GPUs than ranks, --share-gpus lets nodes share them
+through MPS (=time-slices: without).
 """
 
 from __future__ import annotations

@@ -3,22 +3,19 @@
     gap = (e^aw e^(s r) Nw^pw d^beta_w + e^ag Ng^pg d^beta_g S^(gamma u)) (P / 10^7)^alpha
                                                                               nats a token
 
-Nw: NMSE, sum (y-x)^2 / sum x^2, of what the forward's gather makes of the weights, over all of
-them; r: the share of it that is stochastically rounded. Ng: the same of the gradients, added up
-over the hops; u: the share of it that is not rotated. P: parameters in blocks. d: tokens read, over
-5e7. S: steps, over 1500. NMSE is a codec's on a sample (`nmse`), so that a recipe that never ran
-has one: a normal one for weights; for gradients normal with a scale that varies log-normally, by as
-much as telemetry asks for after 5e7 tokens.
+Nw: NMSE, sum (y-x)^2 / sum x^2, of the weights that the forward gathers; r: the share of it that is
+stochastically rounded. Ng: the same of the gradients, added up over the hops; u: the share of it
+that is not rotated. P: parameters in blocks. d: tokens read, over 5e7. S: steps, over 1500. NMSE is
+a codec's on a sample (`nmse`): normal for weights; for gradients normal with a scale that varies
+log-normally, by as much as telemetry asks for after 5e7 tokens.
 
-Gaps of unrotated 4-bit gradients grow with the number of steps on the same tokens, those of rotated
-gradients and of weights do not (eight seeds, experiments/reference/LOSS.md): so gamma acts on u.
+Gaps of unrotated 4-bit gradients grow with the number of steps on the same tokens, others do not
+(eight seeds, experiments/reference/LOSS.md): so gamma acts on u. Chen et al. (2025, arXiv
+2505.14302) fit quantization-aware training by powers of size, tokens and group size, Kumar et al.
+(2024, arXiv 2411.04330) by bits; here NMSE covers bits, blocks and zero points.
 
-Chen et al. (2025, arXiv 2505.14302) fit what quantization-aware training costs as a product of
-powers of size, tokens and the group's size; here NMSE takes the group's place, so that bits, blocks
-and zero points are one quantity. Kumar et al. (2024, arXiv 2411.04330) have bits themselves.
-
-`values` are fitted by experiments/reference/fit_law.py. A prediction says where it leaves what was
-fitted; for tokens or steps beyond that it is wider (`DRIFT`).
+`values` are fitted by experiments/reference/fit_law.py. A prediction says where it extrapolates; it
+is then wider (`DRIFT`).
 """
 
 from __future__ import annotations

@@ -8,15 +8,10 @@ An arm is a word of `--recipes`, or `--arm "NAME: overrides"`:
     fsdp2+groups   the same as fsdp2, with a communicator of its own for gradients
     compute        one rank's work without any communication: the floor of every arm
     RECIPE         a recipe of conf/recipe on engine=fsdp
-    NAME: ...      any overrides of `zpp-lab train`, such as `ds: engine=deepspeed recipe=zeropp`;
-                   behind one of the first five words its own: `kept: fsdp2 model.loss_chunk=0`
+    NAME: ...      any overrides of `zpp-lab train`; after one of the first five words its own
 
-`compared` adds what a speed is compared with: plain FSDP2 in each of its ways that differs on the
-cluster, and for each arm of engine=fsdp with codecs its raw twin (`config.recipe.twin`). Other
-engines are peers and have none.
-
-An engine of this package is timed through `engines.build.build_engine`; to time something else,
-add a maker to `tools/bench/step/engines.py` and its word here.
+`compared` adds plain FSDP2 in each way that differs on the cluster, and for each arm of engine=fsdp
+with codecs its raw twin (`config.recipe.twin`).
 """
 
 from __future__ import annotations

@@ -1,31 +1,25 @@
 """`zpp-lab bench step`: training steps of several recipes over links of several speeds.
 
     zpp-lab bench step --nodes 2 --gpus-per-node 2 --link-gbps 12,25,50,max \\
-        --recipes fsdp2,zero3,zeropp model=1_3b data.seq_len=2048 train.batch_size=1
+        --recipes fsdp2,zeropp model=1_3b data.seq_len=2048 train.batch_size=1
 
-Two or more nodes are network namespaces of this host (Linux, root), joined by links of each named
-speed in turn; GPUs of a node keep NVLink. Before timing, each link is measured and compared with
-its name. Arms take turns in the same processes, so that what slows the machine slows all. Words of
---recipes: a recipe of conf/recipe, fsdp2, fsdp2+node, hsdp, fsdp2+groups, compute; for anything
-else `--arm "NAME: overrides"`. What follows are overrides of `zpp-lab train`; tokens are random.
+Several nodes are network namespaces of this host (Linux, root), joined by links of each named speed
+in turn; GPUs of a node keep NVLink. Each link is measured first. Words of --recipes: a recipe of
+conf/recipe, fsdp2, fsdp2+node, hsdp, fsdp2+groups, compute; for anything else `--arm "NAME:
+overrides"`. What follows are overrides of `zpp-lab train`; tokens are random.
 
-Speeds are compared with the strongest plain FSDP2 and with the raw twin of an arm, which has the
-same sharding and no codec. Both are timed by turns with the arms, whether named or not; --no-twins
-leaves them out, and then the report marks the arms as timed without a twin.
+Speeds are compared with the strongest plain FSDP2 and with an arm's raw twin, which has the same
+sharding and no codec. Both are added unless --no-twins is given. Arms take turns in the same
+processes, several rounds for each link: one step that is not counted, then some that are.
 
-Where GPUs are fewer than ranks, --share-gpus lets nodes share them: each GPU serves one rank of
-several nodes, through MPS (a private daemon) or, with =time-slices, without it. Then computing
-takes as many times longer and links are as fast as ever; rows say so in ranks_per_gpu.
+--share-gpus lets nodes share GPUs where these are fewer than ranks, through MPS (a private daemon)
+or, with =time-slices, without it. Computing then takes as many times longer, and links do not; rows
+say so in ranks_per_gpu.
 
 Into --out go results.csv (a row an arm and link, with its floor), one JSON file a shape with every
-step, and the ranks' logs; `zpp-lab report` makes a page of that folder, and shows the speeds beside
-the losses of a study with `zpp-lab report STUDY --speed OUT`. An arm that fails or exceeds
---limit costs only itself; what was measured stays. --apart gives each arm processes of its own,
+step, and the ranks' logs; `zpp-lab report` shows them, with a study's losses by `--speed OUT`. An
+arm that fails or exceeds --limit costs only itself. --apart gives each arm processes of its own,
 for models of which a GPU cannot hold several; engine.compile=true does so too.
-
-For each link all arms take turns, several rounds of them. A turn is one step that is not counted
-and then some that are. `compute` is timed first and gives its memory back. When an arm fails, its
-session is started again without it.
 """
 
 from __future__ import annotations

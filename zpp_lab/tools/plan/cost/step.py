@@ -1,21 +1,17 @@
 """One training step, unit by unit, as FSDP2 runs it with a recipe's collectives.
 
-    host      starts everything, in order; a kernel never ends before its launches have; each
-              unit's gathers and reductions take it as long whatever their size, and each block
-              has a share of what it does once a step
+    host      starts everything, in order; a kernel never ends before its launches have
     compute   blocks, and the decoding of what was gathered
     gathers   `engine.prefetch` units ahead; the next one starts when the last one is decoded
-    reduction of a unit beside the backward of the unit before it; the one after that waits
+    reduction of a unit during the backward of the unit before it; the one after that waits
     links     one transfer at a time inside nodes, and one between them
     GPU       one kernel at a time: codecs take time from the model
 
-Then gradients are measured and clipped, AdamW runs and the host reads the loss. New weights travel
-to where nodes keep them beside the next forward, unit after unit: here, at the beginning of a step.
+Then gradients are measured and clipped, AdamW runs and the host reads the loss. New node-replicated
+weights travel at the beginning of a step.
 
-A prediction is made of tasks on lanes that share resources. A lane is a stream: its tasks run in
-the order they were added. Lanes that use the same resource (the GPU, a link) take turns, the one
-that has been ready longest first. A task starts when those before it have ended, and is not
-interrupted. `Timeline` says when each runs.
+A prediction is made of tasks on streams, which run in order and share resources (the GPU, a link):
+the stream that has been ready longest goes first. A task is not interrupted.
 """
 
 from __future__ import annotations

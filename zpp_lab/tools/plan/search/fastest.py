@@ -1,18 +1,15 @@
 """Searches the fastest plan under a memory limit and a loss limit.
 
-Memory comes first, then the loss: both are cheap, and both are exact. What is left is looked at
-in the order of a floor of its time, the longest that the GPU, the host or a link is busy, which no
-schedule can beat. A plan is predicted only while its floor is below the time of what was found. It
-is passed over, too, when one of the same build was slow already that has no more bits on any wire
-and keeps nothing busy for longer. Plans within `TIE` count as equally fast: of those the one with
-the most bits on its wires is chosen, among the fastest found and the `TRIES` gentlest.
+Memory and loss come first: both are cheap and exact. Remaining plans are visited by a lower bound
+of their time, the longest that the GPU, the host or a link is busy. A plan is predicted only while
+its bound is below the best time, and skipped where a slow plan of the same build has no more bits
+on any wire and keeps nothing busy for longer. Plans within `TIE` count as equally fast: of those
+the one with the most bits is chosen, among the fastest found and the `TRIES` gentlest.
 
-Figures of thousands of plans come from those of a hundred. Memory at a moment, and the seconds that
-a link or the GPU is busy, are sums of a term of the weights' part, one of the gradients' part and
-one of the settings of memory. So each part is measured once beside raw reference parts, and a plan
-is weights + gradients + settings - 2 × reference. Recomputed activations change what is gathered
-ahead, and larger units what a gather is, so there is a reference for each of their combinations.
-What FSDP2 runs by itself has other terms and is measured whole.
+Figures of thousands of plans come from those of a hundred: memory at a moment, and busy seconds of
+a link or the GPU, are sums of a term of the weights, one of the gradients and one of the memory
+settings. So a plan is weights + gradients + settings - 2 × reference. Recomputed activations and
+larger units have references of their own. Untouched FSDP2 is measured whole.
 """
 
 from __future__ import annotations

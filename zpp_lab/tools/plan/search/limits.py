@@ -1,16 +1,12 @@
 """What a finished study allows: recipes whose loss it has shown to stay within a limit.
 
 The limit is a share of the baseline's held-out loss. A recipe is allowed when the study, judged
-with that limit as its margin, finds its arm inside the margin or below 0 (by the study's own paired
-tests, corrected for looks and for the number of arms), and the upper end of the interval of its
-gap is below the limit. Where several arms train alike, all of them must be. What no arm measured
-is not allowed, but for plain ZeRO-3, which the others are compared with.
+with that limit as margin, finds all its arms inside the margin or below 0, and the upper end of the
+interval is below the limit. Unmeasured recipes are not allowed, except plain ZeRO-3.
 
-Two plans train alike when they have the same `Numbers`: their steps differ in the order of sums
-alone. So the same are plans that differ in the stage, the sharding, the secondary partition (it
-keeps the forward's weights, which rounding to nearest would make again), activation checkpointing,
-and hops that carry raw gradients. Not the same: another codec on any wire, gradients encoded on
-another hop, moments of the optimizer in fewer bits.
+Two plans train the same when they have the same `Numbers`: their steps differ in the order of sums
+alone. So the stage, the sharding, the secondary partition, activation checkpointing and hops of raw
+gradients may differ; a codec, a hop that encodes gradients, and the optimizer's bits may not.
 """
 
 from __future__ import annotations

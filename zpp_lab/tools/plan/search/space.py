@@ -1,12 +1,9 @@
-"""The plans that a search looks at: every recipe that the engines can run × settings of memory.
+"""The plans that a search visits: every recipe that the engines can run × settings of memory.
 
-A recipe is a weights' part (a point of the grid of partitions, bits of its weights' wires,
-secondary partition) and a gradients' part (hops, bits of both, rotation). Parts are checked by
-themselves first, so that a few thousand pairs are checked and not every combination of settings.
-Bits, hops and the rest are at the recipes' defaults; recipes with other settings (blocks,
-stochastic rounding) enter as `extra`: the user's own and those that a study has measured. Smaller
-blocks and rotations only add bytes and work, so they matter where a study has measured them.
-Without a study nothing is rotated and all wires of weights have the same bits.
+A recipe is a weights' part (partition, bits of its weights' wires, secondary partition) and a
+gradients' part (hops, bits, rotation). Parts are checked first, so that few pairs are. Blocks and
+rounding are the recipes' defaults; other recipes enter as `extra`: the user's own and measured
+ones. Without a study nothing is rotated and all weights' wires have the same bits.
 """
 
 from __future__ import annotations
