@@ -34,20 +34,14 @@ def build_model(
     On the meta device the parameters have shapes only and nothing is initialised.
     Raises ValueError when the model's vocabulary is too small for the tokenizer.
     """
-    model = _on_meta(cfg, vocab_size)
+    base = partial(_plain, replace(cfg, lora=LoraConfig()), vocab_size)
+    model = base()
+    if cfg.lora.on:
+        add_adapters(model, cfg.lora, base)
     if torch.device(device).type == "meta":
         return model
     materialize(model, device)
     fill(model, model.start(seed), whole, lambda p: p)
-    return model
-
-
-def _on_meta(cfg: ModelConfig, vocab_size: int) -> Any:
-    if not cfg.lora.on:
-        return _plain(cfg, vocab_size)
-    base = partial(_plain, replace(cfg, lora=LoraConfig()), vocab_size)
-    model = base()
-    add_adapters(model, cfg.lora, base)
     return model
 
 

@@ -4,7 +4,7 @@ The module keeps its class and its parameter names; only `forward` takes tokens 
 `units` names the decoder layers. It is built with parameters on the meta device, and its
 buffers (rotary frequencies, for instance) are real: they follow from the config.
 
-Losses can do without whole logits (`head_losses`): what goes into the head is taken out. A
+Losses can do without whole logits (`head_inputs`): what goes into the head is taken out. A
 vocabulary of 152,000 makes 3.5 GiB of logits and their gradients from 2048 tokens.
 
 Whether a model sees the tokens that it shall predict is asked before it trains. BERT and its kin
@@ -188,21 +188,10 @@ def check_head(model: Any) -> None:
         )
 
 
-def head_losses(
-    model: Any, logits: Callable[[], Tensor], targets: Tensor, chunk: int, z_loss: float = 0.0
-) -> Tensor:
-    """Cross-entropy of every target in nats, fp32 [batch · length], 0 where it is IGNORED.
-
-    logits() runs the model; targets int64 [batch, length]; `chunk` tokens at a time have logits.
-    z_loss: see `chunked_losses`.
-    ValueError when the model changes its logits after the head.
-    """
-    return chunked_losses(*head_inputs(model, logits), targets.flatten(), chunk, z_loss)
-
-
 def head_inputs(model: Any, logits: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     """Run the model by logits() and return what its head multiplies: hidden states
-    [batch · length, dim] and weight [vocab, dim]. ValueError as `head_losses`."""
+    [batch · length, dim] and weight [vocab, dim]. ValueError when the model changes its logits
+    after the head."""
     head = model.get_output_embeddings()
     hidden = _before(head, logits, type(model).__name__)
     return hidden.flatten(0, 1), head.weight
@@ -358,7 +347,8 @@ def _adapted(
 ) -> nn.Module:
     """The same object with our `forward`, `units` and `start`, by a subclass of its own class."""
     kind: Any = type(model)
-    longest, chunk = _learned_positions(settings), cfg.loss_chunk
+    longest = int(getattr(settings, "max_position_embeddings", 0) or 0)
+    chunk = cfg.loss_chunk
     if chunk:
         check_head(model)
 
@@ -385,11 +375,10 @@ def _adapted(
                 if targets is None:
                     return logits
                 return mean_of(logits.flatten(0, 1), targets.flatten(), share)
-            logits_of = partial(self.all_logits, tokens)
+            hidden, head = head_inputs(self, partial(self.all_logits, tokens))
             if each:
-                hidden, head = head_inputs(self, logits_of)
                 return chunked_scores(hidden, head, targets.flatten(), chunk)
-            losses = head_losses(self, logits_of, targets, chunk, cfg.z_loss)
+            losses = chunked_losses(hidden, head, targets.flatten(), chunk, cfg.z_loss)
             return losses.mean() if share is None else times(losses.sum(), share)
 
         def all_logits(self, tokens: Tensor) -> Tensor:
@@ -417,10 +406,6 @@ def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-def _learned_positions(settings: Any) -> int:
-    return int(getattr(settings, "max_position_embeddings", 0) or 0)
 
 
 def _check_vocabulary(cfg: ModelConfig, settings: Any, vocab_size: int) -> None:

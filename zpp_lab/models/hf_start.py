@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zpp_lab.models.start import WeightFiles
+from zpp_lab.models.init import name_key
+from zpp_lab.models.start import Start, WeightFiles
 
 _TABLE = r"rotary_emb\.inv_freq$"  # older files hold it; models compute it
 
 
-class RandomStart:
+class RandomStart(Start):
     """transformers' own rule for each parameter, drawn from a seed of its own: a pure function
     of (seed, name, shape), whatever is built before it or on which rank."""
 
@@ -27,9 +27,6 @@ class RandomStart:
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         return self._whole(name)[first:last]
-
-    def buffer(self, name: str) -> Tensor | None:
-        return None
 
     @torch.no_grad()
     def _whole(self, name: str) -> Tensor:
@@ -43,7 +40,7 @@ class RandomStart:
         owner._parameters[attribute] = value
         try:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(_seed(self.seed, name))
+                torch.manual_seed(name_key(self.seed, name) >> 1)
                 for module, rule in self._around(path):
                     rule(module)
         finally:
@@ -68,12 +65,7 @@ class RandomStart:
         return found[::-1]
 
 
-def _seed(seed: int, name: str) -> int:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
-class SavedStart:
+class SavedStart(Start):
     """Weights of a folder as `save_pretrained` writes it, in one file or several.
 
     Rows are read straight from the file. ValueError lists every tensor that is missing, left
@@ -106,22 +98,16 @@ class SavedStart:
         for n, own in saved.items():
             if own is not None:
                 found[own].append(n)
-        shapes = {n: list(t.shape) for n, t in twin.state_dict().items()}
-        first = {own: names[0] for own, names in _grouped(wanted).items()}
+        shapes = {n: t.shape for n, t in twin.state_dict().items()}
         ignored = (*(getattr(twin, "_keys_to_ignore_on_load_unexpected", None) or ()), _TABLE)
-        extra = [n for n, own in saved.items() if own is None and not _ignored(n, ignored)]
-        wrong = [
-            f"{n} {self.stored.shape(n)}, not {shapes[first[own]]}"
-            for own, names in found.items()
-            for n in names
-            if self.stored.shape(n) != shapes[first[own]]
-        ]
-        self.stored.complain(
+        self.stored.check(
+            {own: shapes[own] for own in wanted.values() if own not in found}
+            | {n: shapes[own] for n, own in saved.items() if own is not None},
             {
-                "missing": sorted(set(wanted.values()) - set(found)),
-                "not in the model": sorted(extra),
-                "of another shape": sorted(wrong),
-            }
+                n: self.stored.shape(n)
+                for n, own in saved.items()
+                if own is not None or not any(re.search(pattern, n) for pattern in ignored)
+            },
         )
         return dict(found)
 
@@ -131,13 +117,6 @@ def _aliases(twin: nn.Module) -> dict[str, str]:
     names = {id(p): n for n, p in twin.named_parameters()}
     state = twin.state_dict(keep_vars=True)
     return {n: names.get(id(t), n) for n, t in state.items()}
-
-
-def _grouped(aliases: dict[str, str]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = defaultdict(list)
-    for alias, own in aliases.items():
-        groups[own].append(alias)
-    return groups
 
 
 def _in_model(saved: Iterable[str], twin: Any, wanted: dict[str, str]) -> dict[str, str | None]:
@@ -157,7 +136,3 @@ def _in_model(saved: Iterable[str], twin: Any, wanted: dict[str, str]) -> dict[s
         return wanted.get(named)
 
     return {name: own(name) for name in saved}
-
-
-def _ignored(name: str, patterns: Iterable[str]) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)

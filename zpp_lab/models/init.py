@@ -44,7 +44,8 @@ def initial_value(name: str, shape: tuple[int, ...], seed: int, cfg: ModelConfig
     """
     if len(shape) < 2:
         return torch.ones(shape)
-    return torch.randn(shape, generator=_generator(seed, name)) * _deviation(name, shape, cfg)
+    generator = torch.Generator().manual_seed(name_key(seed, name) >> 1)
+    return torch.randn(shape, generator=generator) * _deviation(name, shape, cfg)
 
 
 def initial_rows(
@@ -63,7 +64,7 @@ def initial_rows(
     if len(shape) < 2:
         return torch.ones(last - first, device=device)
     columns = math.prod(shape[1:])
-    values = _normals(_key(seed, name), first * columns, last * columns, device)
+    values = _normals(name_key(seed, name), first * columns, last * columns, device)
     return values.mul_(_deviation(name, shape, cfg)).view(last - first, *shape[1:])
 
 
@@ -110,11 +111,7 @@ def _deviation(name: str, shape: tuple[int, ...], cfg: ModelConfig) -> float:
     return scale * (2 * cfg.layers) ** -0.5 if feeds_residual(name) else scale
 
 
-def _generator(seed: int, name: str) -> torch.Generator:
-    return torch.Generator().manual_seed(_key(seed, name) >> 1)
-
-
-def _key(seed: int, name: str) -> int:
-    """64 bits of seed and name."""
+def name_key(seed: int, name: str) -> int:
+    """Return 64 bits that follow from seed and name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little")

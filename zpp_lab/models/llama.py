@@ -43,7 +43,7 @@ from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import fused
 from zpp_lab.models.llama_hf import LlamaStart
 from zpp_lab.models.loss import chunked_losses, chunked_scores, mean_of, times, whole_scores
-from zpp_lab.models.start import CounterStart, RunStart, SeededStart, Start
+from zpp_lab.models.start import RunStart, SeededStart, Start
 
 Whole = Callable[[Tensor], Tensor]
 UntilLast = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -68,12 +68,8 @@ def _autocast(device: str) -> bool:
 
 
 def _hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    return any(getattr(module, f"_{kind}_hooks") for kind in kinds)
 
 
 def recomputed(whole: Whole, until_last: UntilLast, last: nn.Module, x: Tensor) -> Tensor:
@@ -98,7 +94,11 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, Tensor | None]:
-        _no_graph_of_gradients()
+        if torch.is_grad_enabled():  # create_graph=True turns it on here
+            raise RuntimeError(
+                "second-order gradients need every activation: set "
+                "model.checkpoint_activations=false"
+            )
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             h, g = ctx.until_last(x)
@@ -127,13 +127,6 @@ class _Unneeded(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             to_weight = rows.t().mm(x.reshape(-1, x.shape[-1]))
         return to_x, to_weight
-
-
-def _no_graph_of_gradients() -> None:
-    if torch.is_grad_enabled():  # create_graph=True turns it on here
-        raise RuntimeError(
-            "second-order gradients need every activation: use model.checkpoint_activations=false"
-        )
 
 
 class Rope:
@@ -347,5 +340,4 @@ class Llama(nn.Module):
             return RunStart(self, Path(self.cfg.start))
         if self.cfg.weights == "pretrained":
             return LlamaStart(self, self.cfg, self.vocab_size)
-        made = CounterStart if self.cfg.init == "philox" else SeededStart
-        return made(self, seed, self.cfg)
+        return SeededStart(self, seed, self.cfg)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.files import damaged, parse_json
-from zpp_lab.models.start import WeightFiles
+from zpp_lab.models.start import Start, WeightFiles
 
 _PARTS = {
     "attention_norm": "input_layernorm",
@@ -104,7 +104,7 @@ def _kind(cfg: ModelConfig) -> str:
     return "qwen3" if cfg.qk_norm else "llama"
 
 
-class LlamaStart:
+class LlamaStart(Start):
     """Weights of a LlamaForCausalLM folder for the built-in decoder, of a Qwen3ForCausalLM one with
     `model.qk_norm`; rows are read on their own.
 
@@ -117,7 +117,12 @@ class LlamaStart:
         self.head_dim, self.tied = cfg.dim // cfg.heads, cfg.tied_head
         self.stored = WeightFiles(Path(cfg.path))
         _check_config(Path(cfg.path), cfg, vocab_size)
-        self._check({n: list(p.shape) for n, p in model.named_parameters()})
+        found = {n for n in self.stored.files if not n.endswith("rotary_emb.inv_freq")}
+        found -= {_ENDS["head.weight"]} if self.tied else set()  # some folders hold it twice
+        self.stored.check(
+            {hf_name(n): p.shape for n, p in model.named_parameters()},
+            {n: self.stored.shape(n) for n in found},
+        )
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         if not turned(name):
@@ -126,9 +131,6 @@ class LlamaStart:
         stop = -(-last // self.head_dim) * self.head_dim
         heads = to_pairs(self.stored.rows(hf_name(name), start, stop), self.head_dim)
         return heads[first - start : last - start]
-
-    def buffer(self, name: str) -> Tensor | None:
-        return None
 
     def _plain(self, name: str, first: int, last: int) -> Tensor:
         rows = self.stored.rows(hf_name(name), first, last)
@@ -139,24 +141,6 @@ class LlamaStart:
                 "differ; set model.tied_head=false"
             )
         return rows
-
-    def _check(self, shapes: dict[str, list[int]]) -> None:
-        wanted = {hf_name(n): shape for n, shape in shapes.items()}
-        there = {n for n in self.stored.files if not n.endswith("rotary_emb.inv_freq")}
-        if self.tied:  # some folders say it twice
-            there -= {_ENDS["head.weight"]}
-        wrong = [
-            f"{n} {self.stored.shape(n)}, not {shape}"
-            for n, shape in sorted(wanted.items())
-            if n in there and self.stored.shape(n) != shape
-        ]
-        self.stored.complain(
-            {
-                "missing": sorted(set(wanted) - there),
-                "not in the model": sorted(there - set(wanted)),
-                "of another shape": wrong,
-            }
-        )
 
 
 def _check_config(folder: Path, cfg: ModelConfig, vocab_size: int) -> None:
@@ -181,7 +165,8 @@ def _check_config(folder: Path, cfg: ModelConfig, vocab_size: int) -> None:
     said["rope_theta"] = rope.get("rope_theta", said["rope_theta"])
     own = {**_shape(cfg, vocab_size), "hidden_act": "silu"}
     wrong = [
-        f"{_named(key)} is {said[key]} there, {value} here"
+        f"{f'model.{_SETTINGS[key]}' if key in _SETTINGS else key} is {said[key]} there, "
+        f"{value} here"
         for key, value in own.items()
         if said.get(key) not in (value, None)  # None follows from the others
     ]
@@ -190,7 +175,3 @@ def _check_config(folder: Path, cfg: ModelConfig, vocab_size: int) -> None:
             f"{path} has other settings than this run: {'; '.join(wrong)}. Set them to the "
             "folder's values, or use model=hf, which reads them there"
         )
-
-
-def _named(key: str) -> str:
-    return f"model.{_SETTINGS[key]}" if key in _SETTINGS else key

@@ -7,7 +7,6 @@ a start or an export finds the base's weights where they were.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zpp_lab.config.model import LoraConfig
+from zpp_lab.models.init import name_key
 from zpp_lab.models.start import Start
 
 A, B = "lora_A", "lora_B"
@@ -59,8 +59,7 @@ def adapter_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     uniform in ± 1 / sqrt(in), which is Kaiming's rule with a = sqrt(5)."""
     if name.endswith(B):
         return torch.zeros(shape)
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = torch.Generator().manual_seed(name_key(seed, name) >> 1)
     return (2 * torch.rand(shape, generator=generator) - 1) * shape[1] ** -0.5
 
 
@@ -75,7 +74,7 @@ def inputs_first(model: nn.Module, name: str) -> bool:
     return _is_conv1d(model.get_submodule(name.rpartition(".")[0]))
 
 
-class AdapterStart:
+class AdapterStart(Start):
     """The base's own start, and `adapter_value` for what stands beside it."""
 
     def __init__(self, base: Start, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
@@ -100,24 +99,20 @@ def _targets(model: Any, cfg: LoraConfig) -> dict[str, nn.Module]:
         f"{unit}.{name}": module
         for unit, block in model.units()
         for name, module in block.named_modules()
-        if _is_linear(module)
+        if isinstance(module, nn.Linear) or _is_conv1d(module)
     }
-    for pattern in cfg.targets or ["*"]:
+    patterns = cfg.targets or ["*"]
+    for pattern in patterns:
         if not any(_matches(name, pattern) for name in known):
             raise ValueError(
                 f"model.lora.targets: {pattern!r} matches no linear layer of a block; valid "
                 f"names: {', '.join(sorted({n.rpartition('.')[2] for n in known})) or 'none'}"
             )
-    patterns = cfg.targets or ["*"]
     return {n: m for n, m in known.items() if any(_matches(n, p) for p in patterns)}
 
 
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or name.rpartition(".")[2] == pattern
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or _is_conv1d(module)
 
 
 def _is_conv1d(module: nn.Module) -> bool:

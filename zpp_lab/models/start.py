@@ -3,7 +3,7 @@
 A sharded engine fills its own rows only, so nothing here builds a whole model: `Start.rows`
 gives any rows of any parameter, and `materialize` makes room for them. Rows come
 
-- from a seed: `SeededStart`, `CounterStart`;
+- from a seed: `SeededStart`;
 - from a folder's safetensors, one file or several with an index: `WeightFiles`, which every rank
   opens to read its own rows (`hf_start.py`, `llama_hf.py`);
 - from a run of ours (`model.start`): `RunStart`, whichever engine and cluster wrote it. It takes
@@ -16,7 +16,6 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from zpp_lab.runs.checkpoint.read import Ranks, open_saved
 from zpp_lab.runs.checkpoint.tensor_file import Place, read_layout, read_rows
 
 INDEX = "model.safetensors.index.json"
+Shapes = Mapping[str, Sequence[int]]
 Rows = Callable[[tuple[int, ...]], tuple[int, int]]  # whole shape → first row, last row + 1
 
 
@@ -56,17 +56,30 @@ class WeightFiles:
         place = self._place(name)
         return read_rows(self.files[name], place, 0, place.shape[0] if place.shape else 1)
 
-    def complain(self, faults: Mapping[str, Sequence[str]]) -> None:
-        """ValueError that lists the tensors of every fault, if there are any."""
-        said = [f"{len(n)} tensors {what}: {', '.join(n)}" for what, n in faults.items() if n]
-        if said:
-            raise ValueError(f"{self.folder}: {'; '.join(said)}")
+    def check(self, wanted: Shapes, found: Shapes) -> None:
+        """ValueError that lists how the folder's tensors `found` differ from those `wanted`."""
+        if faults := differences(wanted, found):
+            raise ValueError(f"{self.folder}: {faults}")
 
     def _place(self, name: str) -> Place:
         path = self.files[name]
         if path not in self.layouts:
             self.layouts[path] = _opened(path)
         return self.layouts[path][name]
+
+
+def differences(wanted: Shapes, found: Shapes) -> str:
+    """List the names of `found` that are missing, left over or of another shape; "" for none."""
+    faults = {
+        "missing": sorted(wanted.keys() - found.keys()),
+        "not in the model": sorted(found.keys() - wanted.keys()),
+        "of another shape": [
+            f"{n} {list(found[n])}, not {list(wanted[n])}"
+            for n in sorted(wanted.keys() & found.keys())
+            if list(found[n]) != list(wanted[n])
+        ],
+    }
+    return "; ".join(f"{len(n)} tensors {what}: {', '.join(n)}" for what, n in faults.items() if n)
 
 
 def _listed(folder: Path) -> dict[str, Path]:
@@ -126,45 +139,31 @@ def _opened(path: Path) -> dict[str, Place]:
         ) from None
 
 
-class Start(Protocol):
-    def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Rows [first, last) of the parameter `name`: fp32, on the CPU or the model's device."""
-        ...
-
-    def buffer(self, name: str) -> Tensor | None:
-        """The whole buffer `name`, None where the model's own value stands."""
-        ...
-
-
-class SeededStart:
-    """The built-in decoder's start: each parameter a pure function of seed, name and shape."""
-
-    def __init__(self, model: nn.Module, seed: int, cfg: ModelConfig) -> None:
-        self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        self.seed, self.cfg = seed, cfg
+class Start:
+    """First weights of a model, a parameter's rows at a time."""
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        return initial_value(name, self.shapes[name], self.seed, self.cfg)[first:last]
+        """Return rows [first, last) of a parameter: fp32, on the CPU or the model's device."""
+        raise NotImplementedError
 
     def buffer(self, name: str) -> Tensor | None:
+        """Return the whole buffer `name`, None where the model's own value stands."""
         return None
 
 
-class CounterStart:
-    """As `SeededStart`, but every element by itself (model.init=philox), drawn where the model's
-    parameters are: rows cost what they are, not what the parameter is."""
+class SeededStart(Start):
+    """The built-in decoder's start: each parameter a pure function of seed, name and shape, with
+    model.init=philox each element, so that a rank draws its own rows alone, on its device."""
 
     def __init__(self, model: nn.Module, seed: int, cfg: ModelConfig) -> None:
         self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        self.seed, self.cfg = seed, cfg
-        self.device = next(model.parameters()).device
+        self.seed, self.cfg, self.device = seed, cfg, next(model.parameters()).device
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        shape, rows = self.shapes[name], (first, last)
-        return initial_rows(name, shape, rows, self.seed, self.cfg, self.device)
-
-    def buffer(self, name: str) -> Tensor | None:
-        return None
+        shape, seed, cfg = self.shapes[name], self.seed, self.cfg
+        if cfg.init == "philox":
+            return initial_rows(name, shape, (first, last), seed, cfg, self.device)
+        return initial_value(name, shape, seed, cfg)[first:last]
 
 
 def places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
@@ -222,7 +221,7 @@ def whole(shape: tuple[int, ...]) -> tuple[int, int]:
     return 0, shape[0] if shape else 1
 
 
-class RunStart:
+class RunStart(Start):
     """Weights of a run's newest whole checkpoint, or of the checkpoint that `path` is; all ranks
     make one, and take the same.
 
@@ -236,21 +235,9 @@ class RunStart:
             fix = "; name an older one" if isinstance(error, DamagedError) else ""
             raise ValueError(f"model.start={path}: {error}{fix}") from None
         here = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        there = self.saved.shapes
-        wrong = [
-            f"{n} {list(there[n])}, not {list(here[n])}"
-            for n in sorted(set(here) & set(there))
-            if here[n] != there[n]
-        ]
-        faults = {
-            "missing": sorted(set(here) - set(there)),
-            "not in the model": sorted(set(there) - set(here)),
-            "of another shape": wrong,
-        }
-        said = [f"{len(n)} weights {what}: {', '.join(n)}" for what, n in faults.items() if n]
-        if said:
+        if faults := differences(here, self.saved.shapes):
             raise ValueError(
-                f"model.start={path} is of another model: {'; '.join(said)}. Set model.… and "
+                f"model.start={path} is of another model: {faults}. Set model.… and "
                 "data.tokenizer as in that run's config.yaml"
             )
 
@@ -259,6 +246,3 @@ class RunStart:
             return self.saved.rows(name, first, last)
         except DamagedError as error:
             raise ValueError(f"model.start: {error}; name an older one") from None
-
-    def buffer(self, name: str) -> Tensor | None:
-        return None
