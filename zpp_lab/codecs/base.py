@@ -56,81 +56,41 @@ class Codec(Protocol):
     """
 
     @property
-    def rotation(self) -> Domain | None: ...
-
-    @property
-    def stochastic(self) -> bool:
-        """Whether `encode` needs noise."""
-        ...
-
-    @property
-    def one_hop(self) -> bool:
-        """Whether rows add up while encoded, and only their sum is decoded: for gradients in one
-        hop alone. An encoder that remembers then counts on `sent`."""
-        ...
-
-    def coded_numel(self, numel: int) -> int:
-        """Elements after the rotation's padding; numel without one."""
-        ...
-
-    def nbytes(self, numel: int) -> int:
-        """Exact bytes of one encoded row of `numel` elements, a multiple of 16."""
-        ...
-
-    def encode(
-        self, x: Tensor, noise: SegmentNoise | None, out: Tensor, *, rotated: bool = False
-    ) -> None:
-        """x float [R, n] → out uint8 [R, nbytes(n)]; every byte of `out` is written."""
-        ...
-
-    def decode(self, payload: Tensor, numel: int) -> Tensor:
-        """uint8 [R, nbytes(numel)] → fp32 [R, numel]."""
-        ...
-
-    def decode_sum(self, payload: Tensor, numel: int, *, rotated: bool = False) -> Tensor:
-        """uint8 [K, R, nbytes(numel)] → fp32 [R, numel]: 0 + row 0 + row 1 + ..., in this order."""
-        ...
-
-    def sent(self, x: Tensor) -> Tensor:
-        """With `one_hop`: fp32 [R, n] → what the encoder takes for sent of it."""
-        ...
-
-    def saturated(self, payload: Tensor, numel: int) -> Tensor:
-        """Float [R]: each row's share of codes at either end of the code's range."""
-        ...
-
-
-class CodecBase:
-    """Defaults for a codec without a rotation: subclasses give nbytes, encode and decode, and with
-    `one_hop` also sent."""
-
-    @property
     def rotation(self) -> Domain | None:
         return None
 
     @property
     def stochastic(self) -> bool:
+        """Whether `encode` needs noise."""
         return False
 
     @property
     def one_hop(self) -> bool:
+        """Whether rows add up while encoded, and only their sum is decoded: for gradients in one
+        hop alone. An encoder with a residual then takes `sent`."""
         return False
 
     def coded_numel(self, numel: int) -> int:
+        """Return the elements after the rotation's padding; numel without one."""
         return self.rotation.padded(numel) if self.rotation else numel
 
     def nbytes(self, numel: int) -> int:
+        """Return the bytes of one encoded row of `numel` elements, a multiple of 16."""
         raise NotImplementedError
 
     def encode(
         self, x: Tensor, noise: SegmentNoise | None, out: Tensor, *, rotated: bool = False
     ) -> None:
+        """Encode x, float [R, n], into `out`, uint8 [R, nbytes(n)]; writes every byte of it."""
         raise NotImplementedError
 
     def decode(self, payload: Tensor, numel: int) -> Tensor:
+        """Decode uint8 [R, nbytes(numel)] to fp32 [R, numel]."""
         raise NotImplementedError
 
     def decode_sum(self, payload: Tensor, numel: int, *, rotated: bool = False) -> Tensor:
+        """Decode uint8 [K, R, nbytes(numel)] and return 0 + row 0 + row 1 + ..., in this order,
+        fp32 [R, numel]."""
         assert not rotated, f"{type(self).__name__} has no rotation"
         total = torch.zeros(payload.shape[1], numel, device=payload.device)
         for row in payload:
@@ -138,10 +98,17 @@ class CodecBase:
         return total
 
     def sent(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        """Return what the encoder sends of x, fp32 [R, n]; asked only with `one_hop`."""
+        assert not self.one_hop, f"{type(self).__name__} has one_hop, so it needs its own `sent`"
+        return x
 
     def saturated(self, payload: Tensor, numel: int) -> Tensor:
+        """Return each row's share of codes at either end of the code's range, float [R]."""
         return torch.zeros(payload.shape[0], device=payload.device)
+
+
+class CodecBase(Codec):
+    """Base class of codecs: a subclass has nbytes, encode and decode, and with `one_hop` sent."""
 
 
 def encode(codec: Codec, x: Tensor, noise: SegmentNoise | None = None, **kwargs: bool) -> Tensor:

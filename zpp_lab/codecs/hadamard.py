@@ -21,9 +21,7 @@ import torch
 from torch import Tensor
 
 from zpp_lab.codecs.noise import philox
-from zpp_lab.config.codec import HADAMARD_SIZES
-
-SIZES = HADAMARD_SIZES
+from zpp_lab.config.codec import HADAMARD_SIZES as SIZES
 
 
 @dataclass(frozen=True)

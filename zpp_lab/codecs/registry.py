@@ -85,7 +85,8 @@ def build_codec(config: CodecConfig, raw_dtype: torch.dtype) -> Codec:
 
 
 def _check_settings(name: str, factory: Callable[..., Codec], settings: dict[str, Any]) -> None:
-    signature = _signature(factory) if isinstance(factory, type) else inspect.signature(factory)
+    # a plan asks for the same class thousands of times; a `partial` is another one each time
+    signature = (_signature if isinstance(factory, type) else inspect.signature)(factory)
     valid = ", ".join(signature.parameters)
     try:
         signature.bind(**settings)
@@ -135,10 +136,7 @@ def _factory(name: str) -> Callable[..., Codec]:
     return factory
 
 
-@cache
-def _signature(factory: type) -> inspect.Signature:
-    """Of a class: a plan asks for the same one thousands of times."""
-    return inspect.signature(factory)
+_signature = cache(inspect.signature)
 
 
 @cache

@@ -389,7 +389,7 @@ def _check_tokens(path: Path, data: DataConfig, bench: Bench) -> None:
         )
 
 
-class _Saved:
+class _Saved(Start):
     """Weights as `read` gives them, whole; buffers as the model starts with them."""
 
     def __init__(self, model: nn.Module, seed: int, read: Callable[[str], Tensor]) -> None:

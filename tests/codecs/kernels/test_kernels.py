@@ -87,7 +87,7 @@ def example_args() -> dict[str, tuple[object, ...]]:
     x = [torch.randn(2 * LENGTH, device="cuda") for _ in layout.segments]
     payload = cases.poisoned(2, layout.nbytes, device="cuda")
     kernels.encode(layout, x, NOISE, payload)
-    rows = noise_rows(NOISE, payload.device)
+    rows = noise_rows(NOISE.ranks, NOISE.rows, payload.device)
     hop = kernels.cuda.hop(layout, layout).rows
     stack = payload[None].repeat(3, 1, 1)
     sums = torch.zeros(2, layout.coded_numel, device="cuda")

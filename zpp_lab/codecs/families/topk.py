@@ -118,8 +118,14 @@ class TopKCodec(CodecBase):
     def decode(self, payload: Tensor, numel: int) -> Tensor:
         kept = self.kept(numel)
         split = packed_bytes(kept, self.place_bits)
-        places = _in_row(self, payload[:, :split], numel)
-        return _spread(self, places, self.values.decode(payload[:, split:], kept), numel)
+        chunk = torch.arange(kept, device=payload.device) // self.keep
+        in_chunk = unpack(payload[:, :split], kept, self.place_bits)
+        values = self.values.decode(payload[:, split:], kept)
+        # +0, or NaN in chunks whose first value is NaN; then the values at their places
+        bad = values[:, :: self.keep].isnan()[:, :, None]
+        x = values.new_zeros(len(values), bad.shape[1], self.block_size)
+        rows = x.masked_fill_(bad, torch.nan).flatten(1)
+        return rows.scatter_(1, in_chunk + chunk * self.block_size, values)[:, :numel]
 
     def saturated(self, payload: Tensor, numel: int) -> Tensor:
         """Of the codes that are sent; 0 without bits."""
@@ -129,14 +135,11 @@ class TopKCodec(CodecBase):
 
     def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[R, n > 0] → what `_choose` gives of all chunks."""
-        if self._has_kernel(x):
+        if self.block_size <= MOST and x.dtype in INFINITE and triton_serves(x):
             return self._chosen_at_once(x)
         chosen = [self._choose(c, keep) for c, keep in self._chunks(x.to(torch.float32))]
         places, values = (torch.cat(parts, dim=1) for parts in zip(*chosen, strict=True))
         return places, values
-
-    def _has_kernel(self, x: Tensor) -> bool:
-        return self.block_size <= MOST and x.dtype in INFINITE and triton_serves(x)
 
     def _chosen_at_once(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """By the kernel; places int32."""
@@ -178,20 +181,6 @@ class TopKCodec(CodecBase):
         places = (size - 1 - found % size).sort(dim=-1).values
         values = chunks.gather(-1, places).to(dtype).masked_fill(~finite, torch.nan)
         return places.flatten(1), values.flatten(1)
-
-
-def _in_row(codec: TopKCodec, payload: Tensor, numel: int) -> Tensor:
-    """Places in chunks, packed → in rows, int64 [R, m]."""
-    kept = codec.kept(numel)
-    chunk = torch.arange(kept, device=payload.device) // codec.keep
-    return unpack(payload, kept, codec.place_bits) + chunk * codec.block_size
-
-
-def _spread(codec: TopKCodec, places: Tensor, values: Tensor, numel: int) -> Tensor:
-    """fp32 [R, m] at their places in rows [R, numel] of +0, or NaN in chunks that begin so."""
-    bad = values[:, :: codec.keep].isnan()[:, :, None]
-    x = values.new_zeros(len(values), bad.shape[1], codec.block_size).masked_fill_(bad, torch.nan)
-    return x.flatten(1).scatter_(1, places, values)[:, :numel]
 
 
 # ---------------------------------------------------------------------- on a GPU

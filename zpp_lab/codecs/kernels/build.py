@@ -55,18 +55,15 @@ class Toolchain:
     @classmethod
     def find(cls) -> Toolchain:
         """RuntimeError, naming the fix, when a part is missing."""
-        nvcc = os.environ.get("ZPP_NVCC") or _find_nvcc()
+        home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+        found = shutil.which("nvcc") or shutil.which(os.path.join(home, "bin", "nvcc"))
+        nvcc = os.environ.get("ZPP_NVCC") or found
         if nvcc is None:
             raise RuntimeError("nvcc is not on the PATH: install the CUDA toolkit, or set ZPP_NVCC")
         version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
         if version.returncode:
             raise RuntimeError(f"{nvcc} --version failed: {version.stderr.strip()}")
         return cls(nvcc, version.stdout, _cutlass_include())
-
-
-def _find_nvcc() -> str | None:
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    return shutil.which("nvcc") or shutil.which(os.path.join(home, "bin", "nvcc"))
 
 
 def _cutlass_include() -> Path:

@@ -226,4 +226,4 @@ def _noise(noise: Noise | None, layout: Layout, out: Tensor) -> tuple[int, Tenso
     """Key and rows, as the operators take them."""
     if noise is None or not layout.stochastic:
         return 0, None
-    return signed(noise.key), noise_rows(noise, out.device)
+    return signed(noise.key), noise_rows(noise.ranks, noise.rows, out.device)

@@ -36,6 +36,7 @@ from torch import Tensor
 from zpp_lab.codecs import BlockCodec, Noise, RawCodec, kernels
 from zpp_lab.codecs.kernels import cuda
 from zpp_lab.codecs.kernels.backend import use_kernels
+from zpp_lab.codecs.kernels.reference import sums_of
 from zpp_lab.codecs.kernels.table import has_kernel
 from zpp_lab.codecs.layout import Layout, Segment
 from zpp_lab.config.codec import BLOCK_SIZE, MemoryConfig, MemoryStore
@@ -194,7 +195,7 @@ def encode_sums(
     if not looked and _in_one_pass(held, layout, kept, out):
         encode_in_one_pass(held, layout, [given], noise, out, kept)
         return given
-    parts = [_columns(given, segment) for segment in held.segments]
+    parts = [sums_of(given, segment) for segment in held.segments]
     together = _together(held, kept)
     stacks = []
     for alike in together:
@@ -207,7 +208,7 @@ def encode_sums(
     kernels.decode_sum(layout, out[None], decoded)
     decoded = _in_domain(layout, held, decoded)
     for alike, y in zip(together, stacks, strict=True):
-        alike.keep(kept, y, torch.cat([_columns(decoded, s) for s in alike.segments]))
+        alike.keep(kept, y, torch.cat([sums_of(decoded, s) for s in alike.segments]))
     return given
 
 
@@ -236,7 +237,7 @@ def _in_domain(layout: Layout, held: Layout, sums: Tensor) -> Tensor:
         return sums
     left = kernels.finish_sums(layout, sums)
     parts = [
-        _columns(sums, s) if stay else left[:, s.offset_numel : s.offset_numel + s.numel]
+        sums_of(sums, s) if stay else left[:, s.offset_numel : s.offset_numel + s.numel]
         for (s, _), stay in zip(pairs, stays, strict=True)
     ]
     return torch.cat(parts, dim=1)
@@ -333,16 +334,11 @@ def _settings(memories: tuple[Memory | None, ...]) -> Tensor:
     """As cuda/bindings/fill.h reads them: int64 [segments, 3]."""
     stores = {"fp32": 1, "bf16": 2, "8bit": 3}
     rows = [
-        (stores[m.store], *_bits(m.average, (1.0 - m.average) * m.decay)) if m else (0, 0, 0)
+        (stores[m.store], *_fp32_bits(m.average, (1.0 - m.average) * m.decay)) if m else (0, 0, 0)
         for m in memories
     ]
     return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 3)
 
 
-def _bits(*factors: float) -> list[int]:
-    """Of fp32."""
+def _fp32_bits(*factors: float) -> list[int]:
     return [int(bits) for bits in torch.tensor(factors).view(torch.int32).tolist()]
-
-
-def _columns(sums: Tensor, segment: Segment) -> Tensor:
-    return sums[:, segment.coded_offset : segment.coded_offset + segment.coded_numel]

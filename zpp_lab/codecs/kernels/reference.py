@@ -115,7 +115,7 @@ def decode_sum(layout: Layout, payload: Tensor, sums: Tensor) -> None:
             stacked = _stack(row, segments)[None]
             values = codec.decode_sum(stacked, segments[0].numel, rotated=rotated)
             for segment, part in zip(segments, values.chunk(len(group)), strict=True):
-                _sums(sums, segment).add_(part)
+                sums_of(sums, segment).add_(part)
 
 
 def encode_sums(
@@ -206,7 +206,8 @@ def _slot(payload: Tensor, segment: Segment) -> Tensor:
     return payload[:, segment.offset : segment.offset + segment.nbytes]
 
 
-def _sums(sums: Tensor, segment: Segment) -> Tensor:
+def sums_of(sums: Tensor, segment: Segment) -> Tensor:
+    """Return a segment's columns of sums fp32 [R, coded_numel], a view."""
     return sums[:, segment.coded_offset : segment.coded_offset + segment.coded_numel]
 
 
@@ -216,7 +217,7 @@ def _stays(old: Segment, rotation: object) -> bool:
 
 def _finished(layout: Layout, sums: Tensor) -> list[Tensor]:
     """Each segment's sums [R, numel], out of the rotated domain."""
-    found = [_sums(sums, s) for s in layout.segments]
+    found = [sums_of(sums, s) for s in layout.segments]
     for group in layout.groups:
         first = layout.segments[group[0]]
         if first.codec.rotation is not None:
@@ -229,5 +230,5 @@ def _finished(layout: Layout, sums: Tensor) -> list[Tensor]:
 
 def _leave(segment: Segment, sums: Tensor, stay: bool) -> Tensor:
     """The segment's sums, out of the rotated domain unless they stay."""
-    part, rotation = _sums(sums, segment), segment.codec.rotation
+    part, rotation = sums_of(sums, segment), segment.codec.rotation
     return part if stay or rotation is None else rotation.inverse(part, segment.numel)

@@ -16,7 +16,6 @@ from zpp_lab.codecs.base import Codec, RawCodec
 from zpp_lab.codecs.families.block import BlockCodec
 from zpp_lab.codecs.families.normal import NormalCodec
 from zpp_lab.codecs.layout import Layout, Segment
-from zpp_lab.codecs.noise import Noise
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STORES = {torch.float32: 1, torch.bfloat16: 2}  # of what nodes keep, see Store in plan.h
@@ -149,10 +148,6 @@ def signed(key: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _noise_rows(ranks: tuple[int, ...], rows: tuple[int, ...], device: torch.device) -> Tensor:
+def noise_rows(ranks: tuple[int, ...], rows: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return rank and row of each payload row, int32 [R, 2] on `device`, uploaded once."""
     return torch.tensor(list(zip(ranks, rows, strict=True)), dtype=torch.int32, device=device)
-
-
-def noise_rows(noise: Noise, device: torch.device) -> Tensor:
-    """int32 [R, 2] on `device`: rank and row of each payload row, uploaded once."""
-    return _noise_rows(noise.ranks, noise.rows, device)
