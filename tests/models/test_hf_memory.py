@@ -187,21 +187,3 @@ def test_our_decoder_and_its_export_are_planned_alike(tied: bool, tmp_path: Path
         for name, moment in differing.items():
             own, other = (e.item(name).nbytes[moment] for e in (ours, theirs))  # type: ignore[index]
             assert 0.99 * own < other < 2.5 * own
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["own", *CASES])
-def test_compiled_blocks(kind: str, tmp_path: Path) -> None:
-    """What they keep is what the partition of a real block keeps; of our decoder's export, to the
-    byte what our own keeps."""
-    if kind != "own":
-        model = wide(kind, torch.bfloat16, "meta")
-        found = trace(model, SHAPE, compiled=True)
-        assert found.block < trace(wide(kind, torch.bfloat16, "meta"), SHAPE).block * 1.1
-        return
-    size = {"dim": 1024, "heads": 16, "kv_heads": 16, "ffn": 2816}
-    groups = {"engine": {"compile": True}, "data": {"seq_len": 64}}
-    a, b = (planned(m, **groups) for m in both(tmp_path, **size))
-    assert a.item("activations").nbytes["early"] == b.item("activations").nbytes["early"]
-    flow = [e.item("a block's backward").nbytes["early"] for e in (a, b)]
-    assert flow[1] == pytest.approx(flow[0], rel=0.15)

@@ -82,8 +82,7 @@ def _activations(plan: Plan, config: Config, vocab: int, shape: tuple[int, int])
     """`shape`: sequences and tokens each."""
     if config.model.name == "hf":
         dtype, layers = plan.recipe.weights_dtype, sum(u.unit.blocks for u in plan.units)
-        compiled = config.engine.compile
-        return TracedActivations.of(config.model, vocab, shape, dtype, layers, compiled)
+        return TracedActivations.of(config.model, vocab, shape, dtype, layers)
     acts = replace(Activations.of(config, vocab), tokens=shape[0] * shape[1])
     if plan.stored:
         acts = replace(acts, adapters=_adapters(plan), head_trained=False)

@@ -8,6 +8,7 @@ counted. No weight is read and nothing is allocated.
 Weights, and what comes of them, are on the meta device; integers, masks and tables are computed,
 because models look at them (do positions start anew within a sequence?). What is alive is counted
 storage by storage, so views cost nothing and whatever autograd saves stays until it is used.
+Compiled blocks (engine.compile) are counted as eager ones, which nearly always keep more.
 """
 
 from __future__ import annotations
@@ -180,12 +181,11 @@ class TracedActivations(Traced):
         shape: tuple[int, int],
         dtype: torch.dtype,
         layers: int,
-        compiled: bool = False,
     ) -> TracedActivations:
         """`shape`: sequences and tokens each of a micro-batch. ValueError for a model that does
         not run on shapes."""
         light, model = model.checkpoint_activations, replace(model, checkpoint_activations=False)
-        found = _kept_trace(_Key(model), vocab, shape, dtype, compiled)
+        found = _kept_trace(_Key(model), vocab, shape, dtype)
         return cls(**vars(found), layers=layers, checkpointed=light, chunk=model.loss_chunk)
 
     @property
@@ -225,14 +225,12 @@ class _Key:
 
 
 @lru_cache(maxsize=64)
-def _kept_trace(
-    key: _Key, vocab: int, shape: tuple[int, int], dtype: torch.dtype, compiled: bool
-) -> Traced:
+def _kept_trace(key: _Key, vocab: int, shape: tuple[int, int], dtype: torch.dtype) -> Traced:
     model = build_model(key.model, vocab, "meta")
     for p in model.parameters():
         p.data = p.data.to(dtype)
     try:
-        return trace(model, shape, compiled)
+        return trace(model, shape)
     except ValueError:  # of the settings
         raise
     except Exception as error:  # of the model's own code, whatever it does
@@ -243,7 +241,7 @@ def _kept_trace(
         ) from error
 
 
-def trace(model: Any, shape: tuple[int, int], compiled: bool = False) -> Traced:
+def trace(model: Any, shape: tuple[int, int]) -> Traced:
     """`model`: as `build_hf` makes it, parameters on the meta device in the dtype that computes.
     It cannot run afterwards."""
     tokens = torch.zeros(shape, dtype=torch.int64)
@@ -256,12 +254,7 @@ def trace(model: Any, shape: tuple[int, int], compiled: bool = False) -> Traced:
         hidden, args, kwargs = around.given
         shared = live.held((args, kwargs))
         passing = _passing(own, hidden, args, kwargs, live)
-        if not compiled:
-            kept, keeps_input, flow = _one_block(own, hidden, args, kwargs, live)
-    if compiled:
-        from zpp_lab.train.memory.compiled_block import compiled_block  # loads the compiler
-
-        kept, keeps_input, flow = compiled_block(largest, own, hidden, args, kwargs)
+        kept, keeps_input, flow = _one_block(own, hidden, args, kwargs, live)
     return Traced(
         row=hidden.nbytes,
         block=kept,
