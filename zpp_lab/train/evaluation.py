@@ -79,16 +79,16 @@ class Heldout:
         assert losses.shape == self.documents.shape
         places, first = np.unique(self.documents, return_index=True)
         ends = [*first[1:], len(self.documents)]
-        return {
+        found = {
             "hash": self.hash,
             "documents": places.tolist(),
             "tokens": [int(b - a) for a, b in zip(first, ends, strict=True)],
             "nats": [total_loss(losses[a:b]) for a, b in zip(first, ends, strict=True)],
             "correct": np.add.reduceat(right, first, dtype=np.int64).tolist(),
-            **(
-                {} if self.bytes is None else {"bytes": np.add.reduceat(self.bytes, first).tolist()}
-            ),
         }
+        if self.bytes is not None:
+            found["bytes"] = np.add.reduceat(self.bytes, first).tolist()
+        return found
 
 
 def open_heldout(config: Config, data: TokenData | PackedData) -> Heldout:

@@ -10,6 +10,7 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,26 +51,19 @@ _CHECKPOINT = "use a run's RUN/checkpoints/step-…"
 def check_inputs(config: Config) -> None:
     """ValueError that lists every setting whose file or folder is not there, and what to do; and
     a ZPP_COMMIT that is no commit, which a result would name."""
-    checks = (_model, _place, _start, _data, _commit)
-    faults = [fault for check in checks if (fault := _fault(check, config))]
+    checks: list[Callable[[], object]] = [
+        partial(check_model_path, config.model),
+        *(partial(check, config) for check in (_place, _start, _data)),
+        check_commit,
+    ]
+    faults = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            faults.append(str(error))
     if faults:
         raise ValueError("\n".join(faults))
-
-
-def _fault(check: Callable[[Config], None], config: Config) -> str | None:
-    try:
-        check(config)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _commit(_: Config) -> None:
-    check_commit()
-
-
-def _model(config: Config) -> None:
-    check_model_path(config.model)
 
 
 def _place(config: Config) -> None:

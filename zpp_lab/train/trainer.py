@@ -349,10 +349,12 @@ class Trainer:
             "seconds": last["seconds"],
             "bytes": totals,
             "quantized_share": quantized_share(phases) if totals else None,  # by wire, 0 to 1
-            "bytes_per_step": bytes_per_step(phases)
-            if totals
-            else None,  # as `bytes`: {} is unknown
-            "data": {"name": config.data.name, **_facts(data)},
+            # as `bytes`: {} is unknown
+            "bytes_per_step": bytes_per_step(phases) if totals else None,
+            "data": {
+                **{"name": config.data.name, "hash": data.hash, "tokens": data.tokens},
+                **data.facts,
+            },
             "peak_memory_bytes": self._peak_memory(),
             "mfu": self.meter.facts(),
             "model_parameters": sum(p.numel for u in plan.units for p in u.unit.parameters),
@@ -392,10 +394,6 @@ class Trainer:
             except OSError as fault:  # the failure itself is what must be seen
                 if not is_full(error):  # which says it already
                     print(fault, file=sys.stderr)
-
-
-def _facts(data: Data) -> Record:
-    return {"hash": data.hash, "tokens": data.tokens, **data.facts}
 
 
 def perplexity(loss: float) -> float:

@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from zpp_lab.train.launch import processes
 from zpp_lab.train.launch.processes import EmulationError
@@ -78,15 +77,9 @@ class Mps:
     def __enter__(self) -> Mps:
         processes.end_orphans(OWNER)
         self.folder = Path(tempfile.mkdtemp(prefix="zpp-mps-"))
-        words = [
-            sys.executable,
-            "-m",
-            "zpp_lab.train.launch.mps_keeper",
-            self.program,
-            str(self.folder),
-        ]
+        keeper = "zpp_lab.train.launch.mps_keeper"
         self.keeper = subprocess.Popen(
-            words,
+            [sys.executable, "-m", keeper, self.program, str(self.folder)],
             env={**os.environ, OWNER: processes.mark()},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -103,12 +96,7 @@ class Mps:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -212,26 +200,18 @@ def _run(command: Sequence[str], more: dict[str, str]) -> int:
 
     old = signal.signal(signal.SIGTERM, pass_on)
     try:
-        process = _started(command, {**os.environ, **more})
+        try:
+            process = subprocess.Popen(command, env={**os.environ, **more})
+        except OSError as error:
+            raise ValueError(f"cannot run {command[0]}: {error.strerror}") from None
         for number in early:
             process.send_signal(number)
-        return _ended(process)
+        # Ctrl-C reaches the command too, which decides
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            code = process.wait()
+        finally:
+            signal.signal(signal.SIGINT, interrupt)
+        return code if code >= 0 else 128 - code
     finally:
         signal.signal(signal.SIGTERM, old)
-
-
-def _started(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(command, env=environment)
-    except OSError as error:
-        raise ValueError(f"cannot run {command[0]}: {error.strerror}") from None
-
-
-def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Its exit code. Ctrl-C is the command's own affair: the terminal tells it too."""
-    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        code = process.wait()
-    finally:
-        signal.signal(signal.SIGINT, old)
-    return code if code >= 0 else 128 - code

@@ -99,8 +99,12 @@ def see_own_gpus(environment: MutableMapping[str, str], config: Config) -> None:
         if placed.share is not None:
             _share(environment, placed)
             return
-    if engine.name == "deepspeed" and engine.emulate_nodes:
-        see_own_node(environment, cluster)
+    if engine.name == "deepspeed" and engine.emulate_nodes:  # it takes the GPUs it sees for a node
+        node, each = _enter_node(environment, cluster), cluster.gpus_per_node
+        listed = environment.get("CUDA_VISIBLE_DEVICES")
+        names = listed.split(",") if listed is not None else list(map(str, range(cluster.world)))
+        if listed != "":  # none at all: a run on the CPU
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[node * each : (node + 1) * each])
 
 
 def _share(environment: MutableMapping[str, str], placed: Placement) -> None:
@@ -109,29 +113,16 @@ def _share(environment: MutableMapping[str, str], placed: Placement) -> None:
             f"{SHARE}, but MPS is not running for these processes: start them with `zpp-lab "
             "train` alone, or set engine.share_gpus=time-slices"
         )
-    node, local = divmod(int(environment["RANK"]), placed.cluster.gpus_per_node)
+    node = _enter_node(environment, placed.cluster)
     environment.update(shared_environment(placed, node, environment))
-    environment["LOCAL_RANK"] = str(local)
-    environment["LOCAL_WORLD_SIZE"] = str(placed.cluster.gpus_per_node)
 
 
-def see_own_node(environment: MutableMapping[str, str], cluster: ClusterConfig) -> None:
-    """Where one machine stands for several nodes, leave a process the GPUs of its own node.
-
-    DeepSpeed takes the GPUs that it sees for a node. Must run before CUDA starts; LOCAL_RANK
-    becomes the place in the node.
-    """
-    machines = int(environment.get("GROUP_WORLD_SIZE", "1"))
-    if machines > 1 or cluster.nodes == 1:
-        return
+def _enter_node(environment: MutableMapping[str, str], cluster: ClusterConfig) -> int:
+    """Give a rank its place in its node, and return the node."""
     node, local = divmod(int(environment["RANK"]), cluster.gpus_per_node)
-    listed = environment.get("CUDA_VISIBLE_DEVICES")
-    names = listed.split(",") if listed is not None else [str(i) for i in range(cluster.world)]
-    own = names[node * cluster.gpus_per_node : (node + 1) * cluster.gpus_per_node]
-    if listed != "":  # none at all: a run on the CPU
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     environment["LOCAL_RANK"] = str(local)
     environment["LOCAL_WORLD_SIZE"] = str(cluster.gpus_per_node)
+    return node
 
 
 def _first_host(environment: Variables) -> str:

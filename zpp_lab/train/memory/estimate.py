@@ -52,8 +52,6 @@ Acts = Activations | TracedActivations
 CONTEXT = GIB  # assumed: a process's CUDA context, kernels, library workspaces
 NCCL = GIB // 2  # assumed: buffers of the process groups of one rank
 PIECE = 80 * AT_ONCE  # bytes while telemetry adds up a piece: nine fp64 an element, and lanes
-_FP32 = 4
-_MOMENTS = {"fp32": 8, "bf16": 4, "8bit": 2}  # bytes a parameter, scales left out
 KILLED = (
     "The kernel killed it because the machine's memory was full: use a smaller model or fewer "
     "ranks (`zpp-lab plan` lists what each rank holds)"
@@ -505,21 +503,27 @@ def _of_memories(plan: Plan, ranks: int) -> str:
 
 
 def _check_virtual(config: Config) -> None:
-    """Whatever the number of ranks: each weight as it is gathered, its master, the mean gradient
-    and the optimizer's state; of a frozen base the gathered weight alone. Activations come on top.
-    """
-    plan = plan_of(config)
-    moments, gathered = _MOMENTS[config.train.optimizer_state], plan.recipe.weights_dtype.itemsize
-    need = 0
-    for unit in (each.unit for each in plan.units):
-        for p in unit.parameters:
-            own = 0 if p.name in unit.stored else _FP32
-            trained = _FP32 + moments if p.name in unit.trainable else 0
-            need += p.numel * (gathered + own + trained)
-    need += 2 * config.cluster.world * plan.memory_bytes
-    if need > memory_bytes():
+    need, there = virtual_bytes(config), memory_bytes()
+    if need > there:
+        more = _of_memories(plan_of(config), config.cluster.world)
         raise ValueError(
             f"the model, its gradients and the optimizer need {need / GIB:.1f} GiB and this "
-            f"machine has {memory_bytes() / GIB:.1f} GiB: use a smaller model, or a machine with "
-            f"a GPU that holds them{_of_memories(plan, config.cluster.world)}"
+            f"machine has {there / GIB:.1f} GiB: use a smaller model, or a machine with a GPU "
+            f"that holds them{more}"
         )
+
+
+def virtual_bytes(config: Config) -> int:
+    """Return what the virtual engine holds all the time, in bytes, activations left out: weights
+    in param_dtype, of the trained ones fp32 masters, both moments, gradient sums in fp32 and the
+    copy that is encoded; the residuals of all ranks, before and after the step."""
+    plan = plan_of(config)
+    held, kind = plan.recipe.weights_dtype.itemsize, config.train.optimizer_state
+    total = 2 * config.cluster.world * plan.memory_bytes
+    for unit in (each.unit for each in plan.units):
+        for p in unit.parameters:
+            total += held * p.numel
+            if p.name in unit.trainable:
+                total += (2 * FP32 + (held if held < FP32 else 0)) * p.numel
+                total += state_bytes(p.shape, kind)
+    return total

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import Wire
 
-_ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
-
 
 @dataclass(frozen=True)
 class Needed:
@@ -68,10 +66,10 @@ def memory_need(config: Config) -> Needed | None:
 
 def _memory_need(config: Config) -> Needed | None:
     from zpp_lab.engines.build import plan_of, vocabulary
-    from zpp_lab.train.memory.estimate import estimate
+    from zpp_lab.train.memory.estimate import estimate, virtual_bytes
 
     if config.engine.name == "virtual":
-        return Needed(_kept(config), at_least=True)
+        return Needed(virtual_bytes(config), at_least=True)
     if config.engine.name == "deepspeed":
         return None
     found = estimate(plan_of(config), config, vocabulary(config))
@@ -87,34 +85,15 @@ def host_bytes(config: Config) -> int | None:
 
 
 def _host_bytes(config: Config) -> int | None:
+    from zpp_lab.engines.build import plan_of, vocabulary
+    from zpp_lab.train.memory.estimate import estimate, virtual_bytes
+
     if config.engine.name == "virtual":
-        return 2 * _kept(config)
+        return 2 * virtual_bytes(config)
     if config.engine.name == "deepspeed":
         return None
-    from zpp_lab.engines.build import plan_of, vocabulary
-    from zpp_lab.train.memory.estimate import estimate
-
     if config.engine.device != "cpu":
         return estimate(plan_of(config), config, vocabulary(config)).host
     config = replace(config, engine=replace(config.engine, transport="groups"))
     found = estimate(plan_of(config), config, vocabulary(config))
     return found.host + found.tensors
-
-
-def _kept(config: Config) -> int:
-    """What the virtual engine holds all the time: weights in param_dtype, of the trained ones
-    fp32 masters, both moments, gradient sums in fp32 and the copy that is encoded; what all ranks'
-    encoders remember, before and after the step."""
-    from zpp_lab.engines.build import plan_of
-    from zpp_lab.engines.optim import state_bytes
-
-    held, plan = _ITEMSIZE[config.train.param_dtype], plan_of(config)
-    copy = held if held < 4 else 0
-    total = 2 * config.cluster.world * plan.memory_bytes
-    for unit in plan.units:
-        for p in unit.unit.parameters:
-            total += held * p.numel
-            if p.name in unit.unit.trainable:
-                total += (4 + 4 + copy) * p.numel
-                total += state_bytes(p.shape, config.train.optimizer_state)
-    return total
