@@ -170,9 +170,7 @@ class ChatTemplate:
             return []
         text = self._text(turns, tools)
         if "\0" in text:
-            raise ValueError(
-                "it contains a zero byte, so it is not text; repair or remove the line"
-            )
+            raise ValueError("it contains a zero byte, so it is not text; repair the line")
         if tools and not self._differs(text, turns, _renamed(tools)):
             raise ValueError(_not_rendered("tools"))
         for i, turn in enumerate(turns):
@@ -234,11 +232,7 @@ class ChatTemplate:
         return found["input_ids"], [bool(mark) for mark in found["assistant_masks"]]
 
     def _switched(
-        self,
-        turns: Sequence[Turn],
-        tools: list[Any] | None,
-        marks: list[bool],
-        on: Sequence[bool],
+        self, turns: Sequence[Turn], tools: list[Any] | None, marks: list[bool], on: list[bool]
     ) -> list[bool]:
         """`marks` without those of turns that are off. The stretches that a turn adds to those of
         the turns before it are its own."""
@@ -300,11 +294,9 @@ class ChatTemplate:
                 **{"date_string": _DATE, "return_dict": True} | how,
             )
         except (TemplateError, *_BROKEN) as error:
-            object_ = (
-                "; give arguments of tool_calls as an object" if _text_arguments(turns) else ""
-            )
+            fix = "; give arguments of tool_calls as an object" if _text_arguments(turns) else ""
             raise ValueError(
-                f"the chat template failed: {error}; repair or remove the line{object_}"
+                f"the chat template failed: {error}; repair or remove the line{fix}"
             ) from None
 
     @cached_property
@@ -325,9 +317,7 @@ class ChatTemplate:
 
 
 def _not_rendered(name: str) -> str:
-    return (
-        f"{name!r}: the chat template does not render it: set one that does, {_OWN}, or remove it"
-    )
+    return f"{name!r}: the chat template omits it: set one that renders it, {_OWN}, or remove it"
 
 
 def _without(turns: Sequence[Turn], keys: Sequence[str], only: int | None = None) -> list[Turn]:
@@ -349,12 +339,10 @@ def _renamed(value: Any, name: str = "") -> Any:
 
 def _text_arguments(turns: Sequence[Turn]) -> list[str]:
     """Arguments of calls that are JSON text, as in OpenAI's answers."""
-    calls = [
-        call for turn in turns for call in turn.get("tool_calls") or () if isinstance(call, dict)
-    ]
+    calls = [c for t in turns for c in t.get("tool_calls") or () if isinstance(c, dict)]
     own = [call.get("function") or call for call in calls]
-    said = [one.get("arguments") for one in own if isinstance(one, dict)]
-    return [one for one in said if isinstance(one, str)]
+    arguments = [one.get("arguments") for one in own if isinstance(one, dict)]
+    return [one for one in arguments if isinstance(one, str)]
 
 
 def _stretches(marks: Sequence[bool]) -> list[tuple[int, int]]:

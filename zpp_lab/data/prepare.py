@@ -82,28 +82,19 @@ def prepared(corpus: Corpus, cfg: DataConfig) -> tuple[Path, dict[str, Any]]:
             with FileLock(folder.parent / f".{folder.name}.lock"):
                 meta = _read_meta(folder) or _build(corpus, cfg, folder)
         except OSError as error:
+            space = "free some space there, or " if is_full(error) else ""
             raise OSError(
                 error.errno,
                 f"cannot write token files to {folder.parent.absolute()}: "
-                f"{error.strerror or error}; {_fix(error)}set data.cache_dir to another folder",
+                f"{error.strerror or error}; {space}set data.cache_dir to another folder",
             ) from error
     return folder, meta
 
 
-def _fix(error: OSError) -> str:
-    return "free some space there, or " if is_full(error) else ""
-
-
 def _key(corpus: Corpus, cfg: DataConfig) -> str:
     vocab_size = cfg.vocab_size if cfg.tokenizer == "bpe" else 256
-    parts: list[Any] = [
-        _FORMAT,
-        cfg.name,
-        cfg.tokenizer,
-        vocab_size,
-        cfg.heldout_every,
-        corpus.identity(),
-    ]
+    parts: list[Any] = [_FORMAT, cfg.name, cfg.tokenizer, vocab_size, cfg.heldout_every]
+    parts.append(corpus.identity())
     if cfg.tokenizer == "hf":  # by what it says, wherever it lies
         parts.append(open_outside(cfg).hash)
     if cfg.tokenizer == "bpe" and cfg.bpe_every > 1:

@@ -36,7 +36,8 @@ from zpp_lab.data.corpus import FileCorpus, text_corpus
 from zpp_lab.data.tokenizer import Tokenizer, token_dtype
 from zpp_lab.files import named_once
 
-_SUFFIX = ".jsonl"
+_FIX = "repair or remove the line"
+_NOTHING = "so there is nothing to learn; remove the line"
 _TEXTS = ("prompt", "completion")
 _READING = 2  # raise it when a record's tokens or marks change, so that they are made anew
 SPLITS = ("train", "heldout")
@@ -96,7 +97,7 @@ def record_corpus(cfg: DataConfig) -> RecordCorpus:
     """The file `data.path`, or every *.jsonl below that folder."""
     assert cfg.path is not None, "DataConfig asks for a path"
     path = Path(cfg.path)
-    suffix = _SUFFIX if path.expanduser().is_dir() else ""
+    suffix = ".jsonl" if path.expanduser().is_dir() else ""
     files = text_corpus(path, cfg.max_bytes, suffix)
     return RecordCorpus(files, cfg.records, chat_template(cfg))
 
@@ -110,16 +111,20 @@ def parts_of(
 ) -> list[Part]:
     """The parts of one record; ValueError, with `place`, for one that cannot be used."""
     try:
+        return _parts_of(line, fields, place, found, template)
+    except ValueError as error:
+        raise ValueError(f"data: {place}: {error}") from None
+
+
+def _parts_of(
+    line: bytes, fields: RecordConfig, place: str, found: Findings, template: ChatTemplate | None
+) -> list[Part]:
+    try:
         record = json.loads(line, object_pairs_hook=named_once)
     except ValueError as error:
-        raise ValueError(
-            f"data: {place}: invalid JSON ({error}); repair or remove the line"
-        ) from None
+        raise ValueError(f"invalid JSON ({error}); {_FIX}") from None
     if not isinstance(record, dict):
-        raise ValueError(
-            f"data: {place}: expected an object {{…}}, not "
-            f"{type(record).__name__}; repair or remove the line"
-        )
+        raise ValueError(f"expected an object {{…}}, not {type(record).__name__}; {_FIX}")
     whole = _unicode(record) if b"\\u" in line or b"\xed" in line else record
     if whole != record:
         found.count("have lone surrogates (\\ud800 to \\udfff), read as '?'", place)
@@ -128,9 +133,7 @@ def parts_of(
     else:
         parts = _completion(whole, fields, place, found)
     if not any(part.counted and not part.marks for part in parts):
-        raise ValueError(
-            f"data: {place}: the completion is empty, so there is nothing to learn; remove the line"
-        )
+        raise ValueError(f"the completion is empty, {_NOTHING}")
     return parts
 
 
@@ -152,12 +155,12 @@ def _completion(
     missing = [name for name in names if name not in record]
     if missing:
         raise ValueError(
-            f"data: {place}: missing field {' and '.join(map(repr, missing))}, and no "
+            f"missing field {' and '.join(map(repr, missing))}, and no "
             f"{fields.messages!r}; it has {', '.join(map(repr, record)) or 'none'}. Name the "
             "fields with data.records.prompt and data.records.completion, or with "
             "data.records.messages"
         )
-    prompt, completion = (_text(record[name], name, place) for name in names)
+    prompt, completion = (_text(record[name], name) for name in names)
     found.leave([name for name in record if name not in names], place)
     return _filled([Part(prompt, counted=False), Part(completion, counted=True)])
 
@@ -171,34 +174,22 @@ def _chat(
 ) -> list[Part]:
     turns = record[fields.messages]
     if not isinstance(turns, list) or not turns:
-        raise ValueError(
-            f"data: {place}: {fields.messages!r}: expected a list of messages; "
-            "repair or remove the line"
-        )
+        raise ValueError(f"{fields.messages!r}: expected a list of messages; {_FIX}")
     if not any(isinstance(t, dict) and t.get("role") == "assistant" for t in turns):
-        raise ValueError(
-            f"data: {place}: no message of the role 'assistant', so there is "
-            "nothing to learn; remove the line"
-        )
+        raise ValueError(f"no message of the role 'assistant', {_NOTHING}")
     for turn in turns:
-        _check_turn(turn, place)
-    try:
-        if not any(map(counts, turns)):
-            raise ValueError(
-                "none of the assistant's messages counts, so there is nothing to learn; remove the "
-                "line"
-            )
-        tools = tools_of(record)
-        if template is None:
-            check_plain(turns, tools)
-            unread = [key for turn in turns for key in extras(turn)]
-            parts = _with_marks(turns, fields)
-        else:
-            turns = template.given(turns, tools)
-            unread = template.check(turns, tools, place, found)
-            parts = _rendered(turns, tools, template)
-    except ValueError as error:
-        raise ValueError(f"data: {place}: {error}") from None
+        _check_turn(turn)
+    if not any(map(counts, turns)):
+        raise ValueError(f"none of the assistant's messages counts, {_NOTHING}")
+    tools = tools_of(record)
+    if template is None:
+        check_plain(turns, tools)
+        unread = [key for turn in turns for key in extras(turn)]
+        parts = _with_marks(turns, fields)
+    else:
+        turns = template.given(turns, tools)
+        unread = template.check(turns, tools, place, found)
+        parts = _rendered(turns, tools, template)
     found.read.update(
         f"{fields.messages}.{key}" for t in turns for key in extras(t) if key not in unread
     )
@@ -207,21 +198,18 @@ def _chat(
     return parts
 
 
-def _check_turn(turn: Any, place: str) -> None:
+def _check_turn(turn: Any) -> None:
     """ValueError for a message without a role, or without text and anything in its place."""
     if not isinstance(turn, dict) or "role" not in turn:
-        raise ValueError(f"data: {place}: a message needs 'role'; repair or remove the line")
-    own = _text(turn["role"], "role", place) == "assistant"
+        raise ValueError(f"a message needs 'role'; {_FIX}")
+    own = _text(turn["role"], "role") == "assistant"
     if own and extras(turn) and turn.get("content") is None:
         return  # it calls a tool
     if "content" not in turn:
-        raise ValueError(f"data: {place}: a message needs 'content'; repair or remove the line")
-    content = _text(turn["content"], "content", place)
+        raise ValueError(f"a message needs 'content'; {_FIX}")
+    content = _text(turn["content"], "content")
     if own and not content and not extras(turn):
-        raise ValueError(
-            f"data: {place}: an assistant's content is empty, so there is nothing to learn; "
-            "remove the line"
-        )
+        raise ValueError(f"an assistant's content is empty, {_NOTHING}")
 
 
 def _with_marks(turns: Sequence[Turn], fields: RecordConfig) -> list[Part]:
@@ -230,8 +218,7 @@ def _with_marks(turns: Sequence[Turn], fields: RecordConfig) -> list[Part]:
         role, content, on = turn["role"], turn.get("content"), counts(turn)
         if not content and role == "assistant":
             raise ValueError(
-                f"an assistant's content is empty, and {extras(turn)[0]!r} is not read, so there "
-                "is nothing to learn; remove the line"
+                f"an assistant's content is empty, and {extras(turn)[0]!r} is not read, {_NOTHING}"
             )
         parts.append(Part(fields.turn_open.replace("{role}", role), counted=False, marks=True))
         parts.append(Part(content or "", counted=on))
@@ -247,17 +234,11 @@ def _rendered(turns: Sequence[Turn], tools: list[Any] | None, template: ChatTemp
     return [Part("", counted, tokens=tuple(t for t, _ in some)) for counted, some in whole]
 
 
-def _text(value: Any, name: str, place: str) -> str:
+def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(
-            f"data: {place}: {name!r} is {type(value).__name__}, not text; repair "
-            "or remove the line"
-        )
+        raise ValueError(f"{name!r} is {type(value).__name__}, not text; {_FIX}")
     if "\0" in value:
-        raise ValueError(
-            f"data: {place}: {name!r} contains a zero byte, so it is not text; repair or remove "
-            "the line"
-        )
+        raise ValueError(f"{name!r} contains a zero byte, so it is not text; {_FIX}")
     return value
 
 

@@ -24,6 +24,8 @@ from zpp_lab.data.packed import PackedData, pack
 from zpp_lab.data.prepare import SPLITS, Split, open_corpus, prepared
 from zpp_lab.data.tokenizer import token_dtype
 
+_COMMON = ("vocab_size", "hash", "files", "tokenizer")  # of the meta, fields of both kinds of data
+
 
 def open_data(cfg: DataConfig) -> TokenData | PackedData:
     """The tokens that `cfg` describes, prepared on first use and reused afterwards.
@@ -43,10 +45,7 @@ def open_data(cfg: DataConfig) -> TokenData | PackedData:
             )
     dtype = token_dtype(meta["vocab_size"])
     return TokenData(
-        vocab_size=meta["vocab_size"],
-        hash=meta["hash"],
-        files=meta["files"],
-        tokenizer=meta["tokenizer"],
+        **{name: meta[name] for name in _COMMON},
         folder=folder,
         streams={s: np.memmap(folder / f"{s}.bin", dtype, mode="r") for s in SPLITS},
         offsets={s: np.fromfile(folder / f"{s}.offsets.bin", "<i8") for s in SPLITS},
@@ -64,24 +63,19 @@ def _packed(folder: Path, meta: dict[str, Any], cfg: DataConfig) -> PackedData:
 
     train, held = split("train"), split("heldout")
     long = {"training": train.fitted.note, "held-out": held.fitted.note}
+    notes = [
+        f"{what} records longer than data.seq_len={cfg.seq_len}: {note}"
+        for what, note in long.items()
+        if note
+    ]
     return PackedData(
-        vocab_size=meta["vocab_size"],
+        **{name: meta[name] for name in _COMMON},
         end=meta["end"],
-        hash=meta["hash"],
-        tokenizer=meta["tokenizer"],
-        files=meta["files"],
         folder=folder,
         seq_len=cfg.seq_len,
         train=train,
         held=held,
-        notes=(
-            *(
-                f"{what} records longer than data.seq_len={cfg.seq_len}: {note}"
-                for what, note in long.items()
-                if note
-            ),
-            *meta["notes"],
-        ),
+        notes=(*notes, *meta["notes"]),
     )
 
 
