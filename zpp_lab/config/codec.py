@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field, fields
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -19,7 +19,8 @@ CHUNK_SIZES = tuple(2**k for k in range(4, 17))  # 16 ... 65536, of topk
 HADAMARD_SIZES = (16, 32, 64, 128, 256)
 BLOCK_SIZE = 256  # where none is given
 BUILT_IN = ("block", "normal", "sham", "sign", "topk")  # no package's of its own
-_CODES = {"symmetric": True, "rounding": "nearest", "scale_dtype": "fp32"}  # where none is given
+# of codes, where none is given
+_CODES = {"symmetric": True, "rounding": "nearest", "scale_dtype": "fp32"}
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 Positive = Annotated[int, Field(ge=1)]
@@ -55,16 +56,14 @@ class MemoryConfig:
 
     def over(self, base: MemoryConfig) -> MemoryConfig:
         """These settings, with `base` where one is None."""
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
-        return MemoryConfig(**{k: getattr(base, k) if v is None else v for k, v in own.items()})
+        return MemoryConfig(**_over(self, base))
 
     def check(self) -> None:
         """ValueError for settings of a memory that there is not."""
-        given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        given = " and ".join(f"memory.{k}" for k, v in vars(self).items() if v is not None)
         need(
             self.kind is not None or not given,
-            f"memory.{' and memory.'.join(given)}: no error-feedback residual is set, so set "
-            "memory.kind=residual, or leave this out",
+            f"{given}: no residual is set: add memory.kind=residual, or leave it out",
         )
 
 
@@ -97,8 +96,7 @@ class CodecConfig:
     def over(self, base: CodecConfig) -> CodecConfig:
         """These settings, with `base` where one is None. `keep` is of one codec: another one does
         not take it over."""
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
-        merged = {k: getattr(base, k) if v is None else v for k, v in own.items()}
+        merged = _over(self, base)
         if self.codec not in (None, base.codec):
             merged["keep"] = self.keep
         return CodecConfig(**merged | {"memory": self.memory.over(base.memory)})
@@ -107,7 +105,7 @@ class CodecConfig:
         """What is sent: the codec and every setting that it heeds, defaults written out."""
         if self.raw:
             return {"codec": "none"}
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "memory"}
+        own = {name: value for name, value in vars(self).items() if name != "memory"}
         own["codec"] = self.codec or "block"
         usual: dict[str, Any] = {"block_size": BLOCK_SIZE} if own["codec"] in BUILT_IN else {}
         if own["codec"] in ("block", "sham"):
@@ -119,10 +117,9 @@ class CodecConfig:
         found = usual | {name: value for name, value in own.items() if value is not None}
         found = {name: found[name] for name in own if name in found}
         if self.memory.on:
-            remembered = {f.name: getattr(self.memory, f.name) for f in fields(self.memory)}
-            usual = {"store": "bf16", "decay": 1.0, "average": 0.0, "reset_every": 0}
-            kept = {k: v for k, v in remembered.items() if v is not None}
-            found["memory"] = {k: (usual | kept)[k] for k in remembered}
+            given = {k: v for k, v in vars(self.memory).items() if v is not None}
+            usual = {"kind": None, "store": "bf16", "decay": 1.0, "average": 0.0, "reset_every": 0}
+            found["memory"] = usual | given
         return found
 
     @property
@@ -141,14 +138,9 @@ class CodecConfig:
             f"keep={self.keep}: only codec=topk reads it; set codec=topk, or leave keep out",
         )
         if self.codec == "sham":
-            need(
-                self.bits is not None,
-                "codec=sham needs bits, those of the codec whose error it imitates",
-            )
-            need(
-                self.rounding != "stochastic",
-                "codec=sham imitates rounding to nearest: leave rounding out",
-            )
+            need(self.bits is not None, "codec=sham needs bits, those of the codec it imitates")
+            nearest = self.rounding != "stochastic"
+            need(nearest, "codec=sham imitates rounding to nearest: leave rounding out")
         if self.codec == "normal":
             need(self.bits is not None, "codec=normal needs bits: set 2, 3 or 4")
             symmetric = self.symmetric is None or self.symmetric
@@ -160,18 +152,16 @@ class CodecConfig:
 
     def _check_topk(self) -> None:
         need(
-            self.keep is not None,
-            "codec=topk needs keep, the elements sent of each block: set keep=8",
+            self.keep is not None, "codec=topk needs keep, elements sent of each block: set keep=8"
         )
         size = BLOCK_SIZE if self.block_size is None else self.block_size
         check_topk(self.keep or 0, size, self.bits)
         need(
             not self.hadamard and not self.random_signs,
-            "codec=topk with hadamard: a rotation evens out the elements, so none is "
-            "worth selecting; set hadamard=0 and leave random_signs out",
+            "codec=topk with hadamard: a rotation evens out the elements, so none is worth "
+            "selecting; set hadamard=0 and leave random_signs out",
         )
-        codes = ("rounding", "symmetric", "scale_dtype")
-        given = [name for name in codes if getattr(self, name) is not None]
+        given = [name for name in _CODES if getattr(self, name) is not None]
         need(
             self.bits is not None or not given,
             f"codec=topk with {' and '.join(given)}, but without bits the selected "
@@ -179,41 +169,27 @@ class CodecConfig:
         )
 
 
+def _over(own: Any, base: Any) -> dict[str, Any]:
+    """Return the settings of `own`, with those of `base` where one is None."""
+    return {k: getattr(base, k) if v is None else v for k, v in vars(own).items()}
+
+
 def check_block(bits: int, block_size: int, hadamard: int, random_signs: bool | None) -> None:
     """ValueError for settings that no codec of the family `block` has. Here, without torch, so that
     a study's last arm is looked at before its first run starts."""
     need(bits in BITS, f"bits={bits}: use one of {BITS}, or null to send uncompressed")
     need(block_size in BLOCK_SIZES, f"block_size={block_size}: use a power of two, {BLOCK_SIZES}")
-    need(
-        not random_signs or hadamard > 0,
-        "random_signs=true needs hadamard: set it to 16, 32, 64, 128 or 256",
-    )
-    need(
-        hadamard <= block_size,
-        f"hadamard={hadamard} is wider than block_size={block_size}: use a block at least as wide",
-    )
-    need(
-        hadamard in (0, *HADAMARD_SIZES),
-        f"hadamard={hadamard}: use 0 (off) or one of {HADAMARD_SIZES}",
-    )
+    sizes, wide = HADAMARD_SIZES, f"hadamard={hadamard}"
+    need(not random_signs or hadamard > 0, f"random_signs=true needs hadamard: use one of {sizes}")
+    need(hadamard <= block_size, f"{wide}: block_size={block_size} is smaller; use larger blocks")
+    need(hadamard in (0, *sizes), f"{wide}: use 0 (off) or one of {sizes}")
 
 
 def check_normal(bits: int, symmetric: bool, rounding: str) -> None:
     """ValueError for what `normal`, beside the settings of `block`, does not have."""
-    need(
-        bits in NORMAL_BITS,
-        f"codec=normal, bits={bits}: use 2, 3 or 4, or codec=block",
-    )
-    need(
-        symmetric,
-        "codec=normal, symmetric=false: its levels are symmetric; set "
-        "symmetric=true, or use codec=block",
-    )
-    need(
-        rounding == "nearest",
-        f"codec=normal with rounding={rounding}: it rounds to the nearest level; set "
-        "rounding=nearest",
-    )
+    need(bits in NORMAL_BITS, f"codec=normal, bits={bits}: use 2, 3 or 4, or codec=block")
+    need(symmetric, "codec=normal, symmetric=false: leave symmetric out, or use codec=block")
+    need(rounding == "nearest", f"codec=normal, rounding={rounding}: set rounding=nearest")
 
 
 def check_topk(keep: int, block_size: int, bits: int | None) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from zpp_lab.config.codec import STRICT, need
+from zpp_lab.config.codec import STRICT, Count, Positive, need
 
 TURNS = "turns"  # in place of a template's file
 
@@ -34,9 +35,7 @@ class RecordConfig:
     def __post_init__(self) -> None:
         names = (self.prompt, self.completion, self.messages)
         if not all(names) or len(set(names)) < 3:
-            raise ValueError(
-                "data.records: prompt, completion and messages must name three different fields"
-            )
+            raise ValueError("data.records: give prompt, completion and messages different names")
         if self.template not in (None, TURNS) and self._has_marks:
             raise ValueError(
                 f"data.records.template={self.template}: only data.records.template={TURNS} reads "
@@ -68,22 +67,18 @@ class DataConfig:
     tokenizer_path: str | None = None  # hf: a tokenizer.json, or its folder
     end_token: str | None = None  # hf: closes a document; None: the tokenizer's eos_token
     vocab_size: int = 256  # of a BPE to train
-    bpe_every: int = 1  # a BPE learns from every n-th training document
-    seq_len: int = 64
-    draw_ranks: int = 0  # a step's sequences are those of so many ranks; 0: of the cluster's
-    heldout_every: int = 20  # every n-th file or record is held out
-    max_bytes: int = 0  # 0 reads all
+    bpe_every: Positive = 1  # a BPE learns from every n-th training document
+    seq_len: Annotated[int, Field(ge=2)] = 64
+    draw_ranks: Count = 0  # a step's sequences are those of so many ranks; 0: of the cluster's
+    heldout_every: Annotated[int, Field(ge=2)] = 20  # every n-th file or record is held out
+    max_bytes: Count = 0  # 0 reads all
     cache_dir: str = "data_cache"
 
     def __post_init__(self) -> None:
-        need(self.seq_len >= 2, f"data.seq_len={self.seq_len}: use 2 or more")
-        need(self.heldout_every >= 2, f"data.heldout_every={self.heldout_every}: use 2 or more")
-        need(self.bpe_every >= 1, f"data.bpe_every={self.bpe_every}: use 1 (all) or more")
-        need(self.max_bytes >= 0, f"data.max_bytes={self.max_bytes}: use 0 (all) or more")
         need(
-            self.draw_ranks == 0 or (self.draw_ranks > 0 and self.name != "jsonl"),
-            f"data.draw_ranks={self.draw_ranks}: use 0 (the cluster's ranks) or more; with "
-            "data.name=jsonl use 0, since its records are drawn by the cluster's ranks",
+            self.draw_ranks == 0 or self.name != "jsonl",
+            f"data.draw_ranks={self.draw_ranks} with data.name=jsonl: its records are drawn by the "
+            "cluster's ranks; use 0",
         )
         need(
             all(s.startswith(".") and len(s) > 1 for s in self.suffixes) and bool(self.suffixes),
@@ -108,6 +103,5 @@ class DataConfig:
         )
         need(
             self.tokenizer == "hf" or self.end_token is None,
-            "data.end_token: only data.tokenizer=hf reads it; set that, or leave data.end_token "
-            "out",
+            "data.end_token: only data.tokenizer=hf reads it; set that, or leave it out",
         )

@@ -45,11 +45,7 @@ class LoraConfig:
     base_exempt: ExemptConfig = field(default_factory=lambda: ExemptConfig(names=list(OUTER)))
 
     def __post_init__(self) -> None:
-        need(
-            self.dropout == 0,
-            f"model.lora.dropout={self.dropout}: dropout is not repeatable and not supported; set "
-            "0",
-        )
+        need(self.dropout == 0, f"model.lora.dropout={self.dropout}: not repeatable; set 0")
         need(
             self.base_codec.rounding in (None, "nearest"),
             "model.lora.base_codec.rounding=stochastic: the base is encoded once, so its noise "
@@ -57,8 +53,7 @@ class LoraConfig:
         )
         need(
             self.base_codec.codec != "topk",
-            "model.lora.base_codec.codec=topk would set all but the selected weights to 0; use "
-            "block",
+            "model.lora.base_codec.codec=topk would set most weights to 0; use block",
         )
         need(
             self.base_codec.codec != "block" or not self.base_codec.raw,
@@ -67,8 +62,7 @@ class LoraConfig:
         )
         need(
             not self.base_codec.memory.on,
-            "model.lora.base_codec.memory: the base is encoded once, so no residual is ever "
-            "added; leave it out",
+            "model.lora.base_codec.memory: the base is encoded only once; leave it out",
         )
         asked = bool(self.targets) or self.base_codec != CodecConfig()
         need(
@@ -99,9 +93,8 @@ class ModelConfig:
     start: str | None = None  # a run's folder, or a checkpoint in it: its weights, a new optimizer
     start_optimizer: bool = False  # its optimizer's state too: a branch of that run
     init: Literal["torch", "philox"] = "torch"  # random weights; philox: each rank its rows only
-    embedding_std: AboveZero = (
-        0.02  # of random weights; 1 keeps a deep model's first gradients small
-    )
+    # of random weights; 1 keeps a deep model's first gradients small
+    embedding_std: AboveZero = 0.02
     head_std: AboveZero = 0.02
     units: str | None = None  # hf: the ModuleList of layers; None finds it
     # hf: changes to the model's own config, such as {num_hidden_layers: 2}
@@ -120,9 +113,8 @@ class ModelConfig:
     qk_norm: bool = False  # a norm of queries and keys, head by head, before they are turned
     # adds z_loss · logsumexp(logits)² a token to what is minimised, not to any loss that is told
     z_loss: NotNegative = 0.0
-    loss_chunk: Count = (
-        0  # tokens whose logits exist at a time; 0: all. Other bits, equal everywhere
-    )
+    # tokens whose logits exist at a time; 0: all. Other bits, equal everywhere
+    loss_chunk: Count = 0
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
@@ -134,9 +126,8 @@ class ModelConfig:
         """Where the weights come from."""
         need(
             not self.lora.on or self.weights == "pretrained" or bool(self.start),
-            "model.lora adapts a trained model: set model.weights=pretrained and model.path to "
-            "its folder, or model.start to a run of zpp_lab; model.lora.rank=0 trains all "
-            "parameters",
+            "model.lora adapts a trained model: set model.weights=pretrained and model.path, or "
+            "model.start to a run of zpp_lab; model.lora.rank=0 trains all parameters",
         )
         need(
             self.name == "hf" or not self.path or self.weights == "pretrained",
@@ -154,47 +145,34 @@ class ModelConfig:
         )
         need(
             not self.start or self.weights == "random",
-            "model.start and model.weights=pretrained both set the initial weights: set one of "
-            "them",
+            "model.start and model.weights=pretrained both set the initial weights: set one",
         )
         need(
             not self.start_optimizer or (bool(self.start) and not self.lora.on),
-            "model.start_optimizer loads AdamW's state from a run that trained all parameters: "
-            "set model.start to that run, and leave model.lora out",
+            "model.start_optimizer loads AdamW's state: set model.start to a run that trained all "
+            "parameters, and leave model.lora out",
         )
 
     def _check_decoder(self) -> None:
         """What only one of the built-in decoder and transformers' models has."""
-        changed = [k for k in ("units", "options") if getattr(self, k) is not None]
-        need(
-            self.name == "hf" or not changed,
-            f"model.{changed[0] if changed else ''}: only model=hf reads it; set model=hf, or "
-            "leave it out",
-        )
-        for key in ("embedding_std", "head_std"):
+        hf = self.name == "hf"
+        for key in ("units", "options"):
+            unset = getattr(self, key) is None
+            need(hf or unset, f"model.{key}: only model=hf reads it; set that, or leave it out")
+        ours = {"embedding_std": 0.02, "head_std": 0.02, "qk_norm": False, "init": "torch"}
+        for key, usual in ours.items():
             need(
-                self.name != "hf" or getattr(self, key) == 0.02,
+                not hf or getattr(self, key) == usual,
                 f"model.{key}: only the built-in decoder reads it, since transformers' models "
-                "have their own initialization; leave it out",
+                "have their own; leave it out",
             )
         need(
             not self.tied_head or self.head_std == 0.02,
-            "model.head_std: a tied head shares the embedding's weights; set model.embedding_std "
-            "alone",
+            "model.head_std: a tied head has the embedding's weights; set model.embedding_std",
         )
         need(
-            self.name != "hf" or not self.z_loss or self.loss_chunk > 0,
+            not hf or not self.z_loss or self.loss_chunk > 0,
             "model.z_loss with model=hf needs a chunked loss: set model.loss_chunk=2048 too",
-        )
-        need(
-            self.name != "hf" or not self.qk_norm,
-            "model.qk_norm: only the built-in decoder reads it; in transformers the model family "
-            "decides (Qwen3 has it), so leave it out",
-        )
-        need(
-            self.name != "hf" or self.init == "torch",
-            "model.init=philox needs the built-in decoder, since transformers' models have their "
-            "own initialization; set model.init=torch",
         )
 
     def _check_shape(self) -> None:

@@ -3,7 +3,7 @@ the sharding."""
 
 from __future__ import annotations
 
-from dataclasses import field, fields, replace
+from dataclasses import field, replace
 from itertools import product
 from typing import Any, Literal, get_args
 
@@ -99,8 +99,8 @@ class PhaseConfig:
     @property
     def changes(self) -> dict[str, Any]:
         """What it sets of a recipe."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "after"}
-        return {name: value for name, value in own.items() if value is not None}
+        own = vars(self).items()
+        return {name: value for name, value in own if name != "after" and value is not None}
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -134,15 +134,14 @@ class RecipeConfig:
         self._check_sharding()
         _need(
             not self.secondary or self.again,
-            f"recipe.secondary=true needs recipe.stage=3: recipe.{self.said('weights')} keeps the "
-            "weights between forward and backward, so backward gathers nothing; leave "
-            "recipe.secondary out",
+            f"recipe.secondary=true needs recipe.stage=3: with recipe.{self.said('weights')} "
+            "backward gathers nothing; leave recipe.secondary out",
         )
         self._check_codecs()
         _need(
             not self.secondary or "node" not in self.parts,
-            f"recipe.{self.said('weights')} with recipe.secondary=true: all weights are in the "
-            "node already; leave recipe.secondary out",
+            f"recipe.{self.said('weights')}: all weights are in the node already; leave "
+            "recipe.secondary out",
         )
 
     @property
@@ -221,8 +220,7 @@ class RecipeConfig:
             own = getattr(self.sharding, part)
             _need(
                 not short or own in (None, wanted),
-                f"recipe.sharding.{part}={own} contradicts {short}, which means {wanted}: leave "
-                "one of them out",
+                f"recipe.sharding.{part}={own} contradicts {short} ({wanted}): leave one out",
             )
         nearest = min(POINTS, key=lambda point: sum(map(_apart, point, self.parts)))
         texts = [", ".join(map("=".join, zip(SHARDED, k))) for k in (self.parts, nearest)]  # noqa: B905
@@ -301,8 +299,7 @@ class RecipeConfig:
                     self._check_sparse(wire, settings)
                 _need(
                     own.codec != "block" or any(not s.raw for s in (own, *ruled)),
-                    "codec=block needs bits: set 2, 3, 4, 6 or 8, or leave codec out to send "
-                    "tensors uncompressed",
+                    "codec=block needs bits: set 2, 3, 4, 6 or 8, or leave codec out",
                 )
                 _check_memory(wire, [s for s in (own, *ruled) if s.memory.on])
             except ValueError as error:
@@ -312,9 +309,8 @@ class RecipeConfig:
         allowed, update = WIRES[wire].codecs, self.sharding.update
         _need(
             settings.codec != "topk" or allowed in ("all", update),
-            "codec=topk would set all but the selected weights to 0: set it for "
-            "recipe.grads, in rules that name wires (recipe.rules[i].wires), or for "
-            "recipe.weights_update with recipe.sharding.update=differences (codec=topk)",
+            "codec=topk would set most weights to 0: set it for recipe.grads, in rules that name "
+            "wires, or for recipe.weights_update with recipe.sharding.update=differences",
         )
 
 
@@ -336,18 +332,16 @@ def _apart(one: Part, other: Part) -> int:
 def _check_memory(wire: Wire, remembered: list[CodecConfig]) -> None:
     """ValueError where a memory would have nothing to do. `remembered`: a wire's own settings and
     those of rules, as far as they ask for one."""
+    residual = "memory.kind=residual"
     _need(
         not remembered or WIRES[wire].residual,
-        "memory.kind=residual works only for gradients: leave it out of weights, and of rules "
-        "that name their wires (recipe.rules[i].wires)",
+        f"{residual} works only for gradients: leave it out of weights, and of rules for them",
     )
     _need(
         not remembered or not all(settings.raw for settings in remembered),
-        "memory.kind=residual without a codec: an uncompressed wire has no error to feed back; "
-        "set bits, or leave memory out",
+        f"{residual} without a codec has no error to feed back: set bits, or leave memory out",
     )
     _need(
         all(settings.codec != "sham" for settings in remembered),
-        "memory.kind=residual with codec=sham: error feedback would cancel the control's noise; "
-        "leave memory out, or set the codec itself",
+        f"{residual} would cancel the noise of codec=sham: leave memory out, or use another codec",
     )

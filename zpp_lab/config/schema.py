@@ -155,14 +155,13 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _need(
             self.optimizer_place == "device" or self.optimizer_state != "fp32",
-            "train.optimizer_place=host needs train.optimizer_state=bf16 or 8bit: moments cross "
-            "the host's bus twice a step, and torch's AdamW keeps fp32 moments on the weights' "
-            "device",
+            "train.optimizer_place=host needs train.optimizer_state=bf16 or 8bit: torch's AdamW "
+            "keeps fp32 moments on the weights' device",
         )
         _need(
             self.readout_steps <= self.steps,
-            f"train.readout_steps={self.readout_steps} is more than train.steps={self.steps}: the "
-            "mean is over the last steps of the run; set a smaller train.readout_steps",
+            f"train.readout_steps={self.readout_steps} is more than train.steps={self.steps}: use "
+            "fewer",
         )
         self._check_decay()
         _need(
@@ -170,11 +169,9 @@ class TrainConfig:
             f"train.profile={self.profile}: use FIRST:LAST, such as 10:13, two steps of 1 to "
             f"train.steps={self.steps} (in a YAML file in quotes)",
         )
-        half_life = self.beta2_tokens
         _need(
-            half_life is None or self.beta2 == TrainConfig.beta2,
-            f"train.beta2={self.beta2} and train.beta2_tokens={half_life} both set beta2: leave "
-            "one of them out",
+            self.beta2_tokens is None or self.beta2 == TrainConfig.beta2,
+            "train.beta2 and train.beta2_tokens both set beta2: leave one of them out",
         )
 
     def _check_decay(self) -> None:
@@ -187,8 +184,7 @@ class TrainConfig:
         )
         _need(
             not steps or share == TrainConfig.decay_share,
-            f"train.decay_steps={steps} and train.decay_share={share} both set the decay's "
-            "length: leave one of them out",
+            "train.decay_steps and train.decay_share both set the decay's length: leave one out",
         )
         _need(
             self.schedule != "wsd" or self.decay <= least,
@@ -279,14 +275,13 @@ class Config:
         _need(0 <= self.seed < 2**63, f"seed={self.seed}: use a number from 0 to 2^63 - 1")
         _need(
             not (self.model.lora.on and self.engine.offload),
-            "engine.offload=true with model.lora: a frozen base stays encoded on the GPU; set "
-            "engine.offload=false",
+            "engine.offload=true with model.lora: the base stays on the GPU; set it to false",
         )
         half = "fp16" in (self.train.param_dtype, self.train.reduce_dtype)
         _need(
             not half or self.engine.name == "deepspeed",
-            f"train.param_dtype=fp16 and train.reduce_dtype=fp16 need engine=deepspeed, which "
-            f"scales the loss; engine={self.engine.name} has bf16 and fp32",
+            "train.param_dtype=fp16 and train.reduce_dtype=fp16 need engine=deepspeed; "
+            f"engine={self.engine.name} has bf16 and fp32",
         )
         _need(
             not (self.model.start_optimizer and self.run.start_from),
@@ -294,8 +289,8 @@ class Config:
         )
         _need(
             self.run.memory == "keep" or self.model.start_optimizer or bool(self.run.start_from),
-            "run.memory=drop applies only to a run that begins with another run's state: leave "
-            "it out, or set run.start_from or model.start_optimizer",
+            "run.memory=drop needs another run's state: leave it out, or set run.start_from or "
+            "model.start_optimizer",
         )
         _ = self.optimization  # beta2_tokens may be out of range
         _ = self.phases
