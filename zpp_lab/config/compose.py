@@ -29,15 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from zpp_lab.config.factors import expand_arms
 from zpp_lab.config.flat import differing, flat_config
-from zpp_lab.config.load import (
-    load,
-    quote,
-    readable,
-    setting_of,
-    unknown_key,
-    valid_names,
-    written,
-)
+from zpp_lab.config.load import load, quote, readable, setting_of, unknown_key, valid_names, written
 from zpp_lab.config.schema import Config
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.files import (

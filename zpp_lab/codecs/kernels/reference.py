@@ -60,11 +60,7 @@ def encode_update(
 
 
 def news(
-    layout: Layout,
-    masters: Sequence[Tensor],
-    kept: Sequence[Tensor],
-    differences: bool,
-    rows: int,
+    layout: Layout, masters: Sequence[Tensor], kept: Sequence[Tensor], differences: bool, rows: int
 ) -> list[Tensor]:
     """Masters x fp32 and what is kept m → x rounded to m's dtype; with `differences` x - m in fp32,
     [rows, n], and of raw segments x itself."""

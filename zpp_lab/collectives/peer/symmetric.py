@@ -23,7 +23,7 @@ LEANS_ON = {
         "get_buffer",
         "barrier",
         "signal_pad_ptrs_dev",  # for the kernels' library
-    ),
+    )
 }
 
 KERNEL_BYTES = 32 * MIB  # up to here one kernel copies everything: fewer launches

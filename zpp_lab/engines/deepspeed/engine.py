@@ -38,9 +38,9 @@ from zpp_lab.engines.deepspeed.settings import (
     quantizes_weights,
 )
 from zpp_lab.engines.optim.build import STATE, adamw, set_rate, zero_state
+from zpp_lab.engines.optim.states import MOMENTS
 from zpp_lab.models.loss import token_scores
 
-MOMENTS = tuple(key for key in STATE if key != "step")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -59,7 +59,8 @@ def states(
 ) -> dict[str, Any]:
     """All tensors whole on the CPU of rank 0: weights, optimizer, scaler. Every rank calls it."""
     found: dict[str, Any] = {"weights": {}, "optimizer": {key: {} for key in STATE}}
-    counts = _counts(optimizer)
+    groups = optimizer.optimizer.state.values()  # flat ones, empty before the first update
+    counts = [float(state["step"]) for state in groups if "step" in state]
     for name, p in parameters.items():
         for key in (None, *MOMENTS) if counts else (None,):
             whole = _whole(optimizer.get_local_fp32_param(p, key), p, world)
@@ -73,11 +74,6 @@ def states(
         k: torch.tensor(v, dtype=torch.float64) for k, v in scaler.items() if v is not None
     }
     return found if rank == 0 else {}
-
-
-def _counts(optimizer: Any) -> list[float]:
-    """Updates of each flat group; [] before the first."""
-    return [float(s["step"]) for s in optimizer.optimizer.state.values() if "step" in s]
 
 
 def _whole(part: Tensor, p: Any, world: int) -> Tensor:
@@ -251,26 +247,20 @@ class DeepSpeedEngine(Engine):
         todo = list(batches)
         rounds, sizes = -(-len(todo) // self.world), [t.numel() for _, t in todo]
         own = torch.zeros(rounds, 2, max(sizes), dtype=torch.float32, device=self.device)
-        self._start_evaluation(wire)
+        self.engine.eval()
+        self._forget_secondary()
+        self._quantize_weights(wire)
         for i in range(rounds):
             batch = todo[min(i * self.world + self.rank, len(todo) - 1)]
             scores = token_scores(self.engine, *self._on_device(batch))
             own[i, :, : scores.shape[1]] = scores
-        self._end_evaluation()
+        self._quantize_weights(True)
+        self._forget_secondary()
+        self.engine.train()
         every = torch.empty(self.world, *own.shape, dtype=own.dtype, device=self.device)
         all_gather(every.view(-1), own.view(-1))
         in_order = every.transpose(0, 1).flatten(0, 1).cpu()
         return torch.cat([row[:, :size] for row, size in zip(in_order, sizes, strict=False)], 1)
-
-    def _start_evaluation(self, wire: bool) -> None:
-        self.engine.eval()
-        self._forget_secondary()
-        self._quantize_weights(wire)
-
-    def _end_evaluation(self) -> None:
-        self._quantize_weights(True)
-        self._forget_secondary()
-        self.engine.train()
 
     def _forget_secondary(self) -> None:
         """Weights that were gathered in another mode must not serve the next pass."""

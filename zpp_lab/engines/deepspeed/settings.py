@@ -30,15 +30,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "random_signs": (None, False),
     "options": (None, {}),
 }
-_OURS = (
-    "gather",
-    "ordered",
-    "prefetch",
-    "blocks_per_unit",
-    "offload",
-    "compile",
-    "transport",
-)
+_OURS = ("gather", "ordered", "prefetch", "blocks_per_unit", "offload", "compile", "transport")
 
 
 def deepspeed_settings(config: Config, longest_vector: int = 0) -> dict[str, Any]:
@@ -50,8 +42,14 @@ def deepspeed_settings(config: Config, longest_vector: int = 0) -> dict[str, Any
     """
     _check_engine(config.engine)
     _check_recipe(config)
-    train, zero = config.train, _zero(config)
-    if quantizes_weights(config):
+    train, weights = config.train, quantizes_weights(config)
+    zero = {
+        "stage": 3,
+        "zero_quantized_weights": weights,
+        "zero_hpz_partition_size": config.cluster.gpus_per_node if config.recipe.secondary else 1,
+        "zero_quantized_gradients": quantizes_grads(config),
+    }
+    if weights:
         zero["stage3_param_persistence_threshold"] = longest_vector
     return {
         "train_micro_batch_size_per_gpu": train.batch_size,
@@ -63,16 +61,6 @@ def deepspeed_settings(config: Config, longest_vector: int = 0) -> dict[str, Any
         "communication_data_type": train.reduce_dtype,
         "data_types": {"grad_accum_dtype": "fp32"},  # as ours: reduced gradients add up in fp32
         "zero_optimization": zero,
-    }
-
-
-def _zero(config: Config) -> dict[str, Any]:
-    secondary = config.cluster.gpus_per_node if config.recipe.secondary else 1
-    return {
-        "stage": 3,
-        "zero_quantized_weights": quantizes_weights(config),
-        "zero_hpz_partition_size": secondary,
-        "zero_quantized_gradients": quantizes_grads(config),
     }
 
 
@@ -114,10 +102,7 @@ def _check_recipe(config: Config) -> None:
             config.train.optimizer_state == "fp32",
             f"train.optimizer_state={config.train.optimizer_state} (use fp32)",
         ),
-        (
-            config.train.residual_lr == 1,
-            f"train.residual_lr={config.train.residual_lr} (use 1)",
-        ),
+        (config.train.residual_lr == 1, f"train.residual_lr={config.train.residual_lr} (use 1)"),
         (
             config.data.name != "jsonl" or not config.data.mask_prompt,
             "masked prompts (use data.mask_prompt=false)",

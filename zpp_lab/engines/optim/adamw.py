@@ -128,7 +128,9 @@ class CompactAdamW(torch.optim.Optimizer):
         else:  # as a list: with one tensor torch would wait for the device
             done = [ok.to(torch.float32)] * len(every)
             torch._foreach_add_([self.state[p]["step"] for p in every], done)
-        noise = None if kernel.serves(local(every[0])) else self._noise(number)
+        noise = None
+        if not kernel.serves(local(every[0])):  # one strip; rows read it from places of their own
+            noise = row_noise(self.seed, number, SPREAD + self.widest, self.device)
         if self.host and self.lanes is None:
             self.lanes = Lanes(self.device)
         lanes = self.lanes
@@ -191,21 +193,15 @@ class CompactAdamW(torch.optim.Optimizer):
         for some in alike.values():
             states = [self._states(p) for p in some]
             kernel.launch(
-                kernel.Parameters(
-                    weights=[local(p) for p in some],
-                    grads=[local(p.grad) for p in some],
-                    states={k: [s[k] for s in states] for k in states[0]},
-                    offsets=[self.offsets[p] for p in some],
-                ),
+                [local(p) for p in some],
+                [local(p.grad) for p in some],
+                {k: [s[k] for s in states] for k in states[0]},
+                [self.offsets[p] for p in some],
                 group,
                 *self._corrections(group, some),
                 noise_key(self.seed, number),
                 ok,
             )
-
-    def _noise(self, number: int) -> Tensor:
-        """One strip of noise a step; each parameter's rows read it from a place of their own."""
-        return row_noise(self.seed, number, SPREAD + self.widest, self.device)
 
     def _corrections(
         self, group: dict[str, Any], parameters: list[Tensor]
@@ -222,32 +218,17 @@ class CompactAdamW(torch.optim.Optimizer):
             return
         rates, roots = (t.unbind() for t in self._corrections(group, parameters))
         for p, rate, root in zip(parameters, rates, roots, strict=True):
-            yield from self._rows(group, p, rate, root, noise)
-
-    def _rows(
-        self, group: dict[str, Any], p: Tensor, rate: Tensor, root: Tensor, noise: Tensor
-    ) -> Iterator[Piece]:
-        kind = self.kinds[p]
-        n = prod(p.shape[1:])
-        weight, grad = local(p.detach()), local(p.grad)
-        state = self._states(p)
-        wide = 1 if kind == "fp32" else n  # in fp32 rows mean nothing
-        own = noise[self.offsets[p] :][:n]
-        rows = weight.numel() // wide
-        flat = {k: v.reshape(rows, -1) for k, v in state.items()} if rows else {}
-        each = max(1, BATCH // wide)
-        for first in range(0, rows, each):
-            part = slice(first, first + each)
-            yield Piece(
-                kind,
-                group,
-                weight.view(rows, wide)[part],
-                grad.reshape(rows, wide)[part],
-                rate,
-                root,
-                {k: v[part] for k, v in flat.items()},
-                own,
-            )
+            kind, n = self.kinds[p], prod(p.shape[1:])
+            weight, grad, state = local(p.detach()), local(p.grad), self._states(p)
+            wide = 1 if kind == "fp32" else n  # in fp32 rows mean nothing
+            own = noise[self.offsets[p] :][:n]
+            rows, each = weight.numel() // wide, max(1, BATCH // wide)
+            flat = {k: v.reshape(rows, -1) for k, v in state.items()} if rows else {}
+            for first in range(0, rows, each):
+                part = slice(first, first + each)
+                w, g = weight.view(rows, wide)[part], grad.reshape(rows, wide)[part]
+                states = {k: v[part] for k, v in flat.items()}
+                yield Piece(kind, group, w, g, rate, root, states, own)
 
 
 def _sharded_as(p: Tensor, own: Tensor, shape: Sequence[int]) -> Tensor:

@@ -8,7 +8,7 @@ rates and a run goes on with its config's.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from zpp_lab.config.schema import TrainConfig
 from zpp_lab.engines.optim import DTYPES, CompactAdamW, ShardAdamW, kind_of
 from zpp_lab.engines.optim.shards import is_sharded
+from zpp_lab.engines.optim.states import MOMENTS
 from zpp_lab.models.params import feeds_residual, param_class
 
 AdamW = torch.optim.AdamW | CompactAdamW
 # AdamW's state of a parameter, as checkpoints name it; in 8 bits with scales beside it.
-STATE = ("step", "exp_avg", "exp_avg_sq")
+STATE = ("step", *MOMENTS)
 OptimizerState = dict[str, dict[str, Tensor]]  # {key: {parameter name: tensor}}
 
 
@@ -48,7 +49,8 @@ def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int 
         return CompactAdamW(groups, *settings, host=host)
     every = list(trained.values())
     made = ShardAdamW if any(map(is_sharded, every)) else torch.optim.AdamW
-    return made(groups, lr=train.lr, betas=betas, eps=train.eps, **_kind(every))
+    kind = {"fused" if all(p.device.type == "cuda" for p in every) else "foreach": True}
+    return made(groups, lr=train.lr, betas=betas, eps=train.eps, **kind)
 
 
 def _check_projections(
@@ -87,11 +89,6 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group.get("factor", 1.0)
 
 
-def _kind(trained: Sequence[Tensor]) -> dict[str, bool]:
-    fused = all(p.device.type == "cuda" for p in trained)
-    return {"fused": True} if fused else {"foreach": True}
-
-
 def update(optimizer: AdamW, number: int, ok: Tensor | None = None) -> None:
     """Update the weights in training step `number`, unless `ok` (bool scalar) is false on the
     device, which the host does not wait to learn."""
@@ -125,7 +122,7 @@ def zero_state(optimizer: AdamW, p: Tensor) -> dict[str, Tensor]:
     if isinstance(optimizer, CompactAdamW | ShardAdamW):
         return optimizer.zero_state(p)
     step = torch.zeros((), device=p.device if on_device(optimizer) else "cpu")
-    return {"step": step} | {key: torch.zeros_like(p) for key in STATE if key != "step"}
+    return {"step": step} | {key: torch.zeros_like(p) for key in MOMENTS}
 
 
 def optimizer_state(

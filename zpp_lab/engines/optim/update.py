@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,23 +60,9 @@ def zeros(shape: Iterable[int], dtype: torch.dtype, device: torch.device, host: 
 
 
 def pinned_state_bytes(shape: Sequence[int], kind: StateKind) -> int:
-    """Of both moments of a shard of this shape, scales included, each a tensor of its own."""
-    return sum(2 * pinned_bytes(nbytes) for nbytes in moment_bytes(shape, kind))
-
-
-def pinned_bytes(nbytes: int) -> int:
-    """What a tensor of so many bytes takes of host memory: powers of two are handed out."""
-    return 1 << max(0, nbytes - 1).bit_length()
-
-
-@dataclass(frozen=True, eq=False)
-class Parameters:
-    """What belongs to some parameters with one kind of state, this rank's rows of each."""
-
-    weights: Sequence[Tensor]  # fp32, contiguous
-    grads: Sequence[Tensor]  # fp32
-    states: Mapping[str, Sequence[Tensor]]
-    offsets: Sequence[int]  # where their rows begin in the step's noise
+    """Return the host bytes of both moments of a shard, scales included: each is a tensor of its
+    own, and pinned memory comes in powers of two."""
+    return sum(2 << max(0, nbytes - 1).bit_length() for nbytes in moment_bytes(shape, kind))
 
 
 def serves(weight: Tensor) -> bool:
@@ -86,7 +71,10 @@ def serves(weight: Tensor) -> bool:
 
 
 def launch(
-    these: Parameters,
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Mapping[str, Sequence[Tensor]],
+    offsets: Sequence[int],
     group: Mapping[str, Any],
     rates: Tensor,
     roots: Tensor,
@@ -95,17 +83,19 @@ def launch(
 ) -> None:
     """Update weights and states as the operators in adamw.py do, to the bit.
 
-    rates, roots: fp32 [parameters], `rate` and `root` of a `Piece`. key: of the step's noise.
+    weights, grads: fp32, this rank's rows of parameters with one kind of state; weights are
+    contiguous. states: by key. offsets: where rows begin in the step's noise, whose key is `key`.
+    rates, roots: fp32 [parameters], `rate` and `root` of a `Piece`.
     """
     first, second = MOMENTS
     operator()(
-        these.weights,
-        [g if g.is_contiguous() else g.contiguous() for g in these.grads],
-        these.states[first],
-        these.states[second],
-        these.states.get(first + SCALE, ()),
-        these.states.get(second + SCALE, ()),
-        these.offsets,
+        weights,
+        [g if g.is_contiguous() else g.contiguous() for g in grads],
+        states[first],
+        states[second],
+        states.get(first + SCALE, ()),
+        states.get(second + SCALE, ()),
+        offsets,
         signed(key),
         rates,
         roots,

@@ -34,11 +34,7 @@ class Reduction:
     """`start`, then every rank's gradients with `add`, node after node; `mean` ends it."""
 
     def __init__(
-        self,
-        plan: UnitPlan,
-        device: torch.device,
-        ledger: Ledger,
-        memories: Memories | None = None,
+        self, plan: UnitPlan, device: torch.device, ledger: Ledger, memories: Memories | None = None
     ) -> None:
         """`memories`: of all ranks; None: they remember nothing."""
         self.memories = memories or Memories({}, ())

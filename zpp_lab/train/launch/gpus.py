@@ -57,10 +57,7 @@ class Placement:
 
 
 def place(
-    cluster: ClusterConfig,
-    visible: Sequence[str],
-    share: Share | None = None,
-    option: str = OPTION,
+    cluster: ClusterConfig, visible: Sequence[str], share: Share | None = None, option: str = OPTION
 ) -> Placement:
     """Put a cluster's ranks on the `visible` GPUs, one on each where there are enough.
 

@@ -192,10 +192,7 @@ class Pulse:
     line of `text` says why. `doing`: see there."""
 
     def __init__(
-        self,
-        silence: float,
-        act: Callable[[int | None, str], None],
-        doing: Doing = lambda: (0, ""),
+        self, silence: float, act: Callable[[int | None, str], None], doing: Doing = lambda: (0, "")
     ) -> None:
         """Every rank of the default process group must build one, at the same time."""
         self.rank, self.world = dist.get_rank(), dist.get_world_size()

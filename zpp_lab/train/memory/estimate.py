@@ -416,10 +416,7 @@ class _Rank:
             "early sent": self._left(self.early + 1) * acts.between + acts.row,
             "late sent": acts.row,
         }
-        evaluated: dict[Moment, int] = {
-            "eval": self.heldout.passing,
-            "eval loss": self.heldout.row,
-        }
+        evaluated: dict[Moment, int] = {"eval": self.heldout.passing, "eval loss": self.heldout.row}
         late = self.unit.unit.blocks * acts.between + acts.recomputed
         return found | sent | evaluated | {"late": late}
 

@@ -175,12 +175,7 @@ class TracedActivations(Traced):
 
     @classmethod
     def of(
-        cls,
-        model: ModelConfig,
-        vocab: int,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        layers: int,
+        cls, model: ModelConfig, vocab: int, shape: tuple[int, int], dtype: torch.dtype, layers: int
     ) -> TracedActivations:
         """`shape`: sequences and tokens each of a micro-batch. ValueError for a model that does
         not run on shapes."""
