@@ -188,7 +188,7 @@ def check_block(bits: int, block_size: int, hadamard: int, random_signs: bool | 
 def check_normal(bits: int, symmetric: bool, rounding: str) -> None:
     """ValueError for what `normal`, beside the settings of `block`, does not have."""
     need(bits in NORMAL_BITS, f"codec=normal, bits={bits}: use 2, 3 or 4, or codec=block")
-    need(symmetric, "codec=normal, symmetric=false: leave symmetric out, or use codec=block")
+    need(symmetric, "codec=normal, symmetric=false: set symmetric=true, or use codec=block")
     need(rounding == "nearest", f"codec=normal, rounding={rounding}: set rounding=nearest")
 
 
