@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
@@ -367,7 +367,7 @@ def below(folder: Path, mark: str) -> str:
 def hold(folder: Path) -> IO[str]:
     """Lock `folder` until the file that is returned is closed, waiting for who has it now, after a
     line that says so."""
-    file = _opened(folder)
+    file = open(folder / LOCK, "w")  # noqa: SIM115
     if not _taken_within(file, _GLANCE):
         told = f"{folder}: another process is working here; this one starts when it has ended"
         print(told, file=sys.stderr, flush=True)
@@ -382,7 +382,7 @@ def _alone(folder: Path, otherwise: str, patience: float = 0.0) -> Iterator[None
     has it all the time."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    with _opened(folder) as file:
+    with open(folder / LOCK, "w") as file:
         if not _taken_within(file, max(patience, _GLANCE)):
             raise ValueError(f"{folder}: {otherwise}")
         try:
@@ -412,12 +412,9 @@ def _taken_within(file: IO[str], seconds: float) -> bool:
     return True
 
 
-def _opened(folder: Path) -> IO[str]:
-    return open(folder / LOCK, "w")
-
-
-def _taken(file: IO[str], how: int) -> bool:
-    """Whether this process has the lock now, or there are none. OSError names the file."""
+def _taken(file: IO[str], how: int, quiet: bool = False) -> bool:
+    """Return whether this process has the lock now, or there are none, which stderr is told unless
+    `quiet`. OSError names the file."""
     try:
         fcntl.flock(file, how)
     except BlockingIOError:
@@ -425,31 +422,28 @@ def _taken(file: IO[str], how: int) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise OSError(error.errno, error.strerror, file.name) from error
-        print(
-            f"{file.name}: no locks on this file system ({error.strerror}): a second start in "
-            "this folder cannot be prevented, and reports cannot show that this one is running",
-            file=sys.stderr,
-        )
+        if not quiet:
+            print(
+                f"{file.name}: no locks on this file system ({error.strerror}): a second start in "
+                "this folder cannot be prevented, and reports cannot show that this one is running",
+                file=sys.stderr,
+            )
     return True
 
 
-@contextmanager
-def at_work(folder: Path, patience: float = 0.0, more: str = "") -> Iterator[None]:
+def at_work(folder: Path, patience: float = 0.0, more: str = "") -> AbstractContextManager[None]:
     """Hold a run's folder, made where it is not there, and gone again where a mistake (ValueError,
     OSError) came before the run. ValueError, which ends with `more`, when another process has it,
     and still has it after `patience` seconds."""
     otherwise = "a run is active here already; wait for it or stop it, or set another run.dir"
-    with _alone(folder, otherwise + more, patience):
-        yield
+    return _alone(folder, otherwise + more, patience)
 
 
-@contextmanager
-def only_one(root: Path) -> Iterator[None]:
+def only_one(root: Path) -> AbstractContextManager[None]:
     """Hold a study's folder, so that two calls never run the same runs at the same time; made, and
     gone again, as of `at_work`."""
     otherwise = "a study is running here already; watch it with --watch, wait for it or stop it"
-    with _alone(root, otherwise):
-        yield
+    return _alone(root, otherwise)
 
 
 def held(folder: Path) -> bool:
@@ -459,14 +453,7 @@ def held(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise OSError(error.errno, error.strerror, file.name) from error
-        return False
+        return not _taken(file, fcntl.LOCK_SH | fcntl.LOCK_NB, quiet=True)
 
 
 def asked_offline() -> bool:

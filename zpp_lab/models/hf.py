@@ -45,7 +45,6 @@ _TOKENS = 8
 _MOVED = 1e-4  # of the largest logit; sums in another order move a millionth
 _HEAD_ROWS = 64  # of a large head: as many logits tell
 _LARGEST = 1 << 29  # elements of one matrix, 2 GiB
-_MASKS = ("is_decoder", "is_causal", "causal")  # how configs call it
 
 Build = Callable[[Any], nn.Module]
 
@@ -67,18 +66,13 @@ def _check(kind: Any, text: str, layers: str, build: Build) -> None:
     except Exception as error:  # of somebody else's code
         _say_unknown(settings.model_type, error)
         return
-    if not seen:
-        return
-    helps = next((name for name in _MASKS if _helped(settings, name, layers, build)), None)
-    fix = "take a model that is trained to predict the next token, such as Llama or GPT-2"
-    if helps:
-        fix = (
-            f'add {helps}: true to model.options (or "{helps}": true to its config.json), or {fix}'
+    if seen:
+        raise ValueError(
+            f"{settings.model_type}: changing the last token changes earlier logits, so this model "
+            "is not causal and its loss would be meaningless; add is_decoder: true to model.options "
+            "(some families say is_causal or causal), or use a model that is trained to predict the "
+            "next token, such as Llama or GPT-2"
         )
-    raise ValueError(
-        f"{settings.model_type}: changing the last token changes earlier logits, so this model is "
-        f"not causal and its loss would be meaningless; {fix}"
-    )
 
 
 def sees_later(settings: Any, layers: str, build: Build) -> bool:
@@ -92,17 +86,6 @@ def sees_later(settings: Any, layers: str, build: Build) -> bool:
     if not moved.isfinite().all() or moved[-1] <= _MOVED:
         raise ValueError("its logits do not depend on its tokens")
     return bool((moved[:-1] > _MOVED).any())
-
-
-def _helped(settings: Any, name: str, layers: str, build: Build) -> bool:
-    if getattr(settings, name, None) is not False:
-        return False
-    changed = copy.deepcopy(settings)
-    setattr(changed, name, True)
-    try:
-        return not sees_later(changed, layers, build)
-    except Exception:  # of somebody else's code: then it is no help
-        return False
 
 
 def _say_unknown(kind: str, error: Exception) -> None:
