@@ -275,7 +275,7 @@ class Config:
         _need(0 <= self.seed < 2**63, f"seed={self.seed}: use a number from 0 to 2^63 - 1")
         _need(
             not (self.model.lora.on and self.engine.offload),
-            "engine.offload=true with model.lora: the base stays on the GPU; set it to false",
+            "model.lora keeps its frozen base on the GPU: set engine.offload=false",
         )
         half = "fp16" in (self.train.param_dtype, self.train.reduce_dtype)
         _need(

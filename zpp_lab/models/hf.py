@@ -69,9 +69,9 @@ def _check(kind: Any, text: str, layers: str, build: Build) -> None:
     if seen:
         raise ValueError(
             f"{settings.model_type}: changing the last token changes earlier logits, so this model "
-            "is not causal and its loss would be meaningless; add is_decoder: true to model.options "
-            "(some families say is_causal or causal), or use a model that is trained to predict the "
-            "next token, such as Llama or GPT-2"
+            "is not causal and its loss would be meaningless; add is_decoder: true to "
+            "model.options (some families say is_causal or causal), or use a model that is trained "
+            "to predict the next token, such as Llama or GPT-2"
         )
 
 
