@@ -79,7 +79,7 @@ def load(cls: type[T], values: Mapping[str, Any]) -> T:
     """Build `cls` from a nested mapping; a ValueError lists every fault and the valid names."""
     if not isinstance(values, Mapping):
         raise ValueError(f"expected a mapping of names to values, not {str(values)[:40]!r}")
-    flags = [f"{place}={written(flag)}: use a number" for place, flag in _misplaced(cls, values)]
+    flags = [f"{place}={_quoted(flag)}: use a number" for place, flag in _misplaced(cls, values)]
     try:
         made = _adapter(cls).validate_python(_without_outdated(dict(values)))
     except ValidationError as error:
@@ -120,13 +120,18 @@ def _misplaced(cls: type, values: Any, place: tuple[str, ...] = ()) -> Iterator[
         yield from _misplaced(cls, value, (*place, key))
 
 
+def _quoted(value: Any) -> str:
+    """Return a value as a file has it, text in quotes."""
+    return written(value) if value is None or isinstance(value, bool) else repr(value)
+
+
 def _explain(cls: type, error: Any) -> str:
     place = ".".join(str(part) for part in error["loc"])
     if error["type"] == "unexpected_keyword_argument":
         return unknown_key(cls, place)
     if error["type"] == "value_error":  # raised by a __post_init__ above: says it all
         return str(error["ctx"]["error"])
-    given = written(error["input"])
+    given = _quoted(error["input"])
     if error["type"] == "dataclass_type":  # a group of settings
         names = ", ".join(f"{place}.{name}" for name in valid_names(cls, place.split(".")))
         return f"{place}={given}: expected nested settings; set {names}"
