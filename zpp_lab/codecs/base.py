@@ -20,7 +20,7 @@ from zpp_lab.codecs.packing import align
 
 
 class SegmentNoise(NamedTuple):
-    """The noise of one segment: the collective's noise and the parameter's id.
+    """Noise of one segment: the collective's noise and the parameter's id.
 
     `more` names further parameters whose segments of the same length are stacked below.
     """
@@ -30,19 +30,19 @@ class SegmentNoise(NamedTuple):
     more: tuple[int, ...] = ()
 
     def uniform(self, numel: int, device: torch.device) -> Tensor:
-        """fp32 [R (1 + len(more)), numel] in (0, 1)."""
+        """Draw fp32 [R (1 + len(more)), numel] in (0, 1)."""
         return self.noise.uniform((self.parameter, *self.more), numel, device)
 
 
 class Domain(Protocol):
-    """A linear map, with what codecs ask of it: `hadamard.Rotation`, or a codec's own."""
+    """A linear map with what codecs ask of it: `hadamard.Rotation`, or a codec's own."""
 
     def padded(self, numel: int) -> int:
-        """Elements of a mapped row."""
+        """Return the elements of a mapped row."""
         ...
 
     def inverse(self, y: Tensor, numel: int) -> Tensor:
-        """fp32 [R, padded(numel)] → fp32 [R, numel]."""
+        """Map y, fp32 [R, padded(numel)], back to fp32 [R, numel]."""
         ...
 
 
@@ -112,7 +112,7 @@ class CodecBase(Codec):
 
 
 def encode(codec: Codec, x: Tensor, noise: SegmentNoise | None = None, **kwargs: bool) -> Tensor:
-    """`codec.encode` into a fresh payload: x float [R, n] → uint8 [R, nbytes(n)]."""
+    """Encode x, float [R, n], into a new payload, uint8 [R, nbytes(n)]."""
     out = torch.empty(x.shape[0], codec.nbytes(x.shape[-1]), dtype=torch.uint8, device=x.device)
     codec.encode(x, noise, out, **kwargs)
     return out
@@ -120,7 +120,7 @@ def encode(codec: Codec, x: Tensor, noise: SegmentNoise | None = None, **kwargs:
 
 @dataclass(frozen=True)
 class RawCodec(CodecBase):
-    """Elements in `dtype` as they lie in memory, then zeros up to 16 bytes."""
+    """The codec `none`: elements in `dtype` as memory holds them, then zeros up to 16 bytes."""
 
     dtype: torch.dtype
 

@@ -20,11 +20,11 @@ ROWS = 3
 
 
 def check_codec(codec: Codec, device: str = "cpu") -> None:
-    """AssertionError with the reason when `codec` breaks the contract of `codecs/base.py`.
+    """Raise AssertionError with the reason when `codec` breaks the contract of `codecs/base.py`.
 
-    Byte counts, every byte written, rows that do not see each other, the order of sums, one
-    result for one input, and NaN and Inf that stay visible. How good the codec is, is for the
-    telemetry and the study to say.
+    Checks byte counts, that every byte is written, that rows are independent, the order of sums,
+    one result for one input, and that NaN and Inf stay visible. Telemetry and studies measure how
+    good a codec is.
     """
     hash(codec)  # a frozen dataclass is; layouts group segments by it
     assert codec.nbytes(0) == 0, f"nbytes(0) is {codec.nbytes(0)}: no elements take no bytes"
@@ -57,7 +57,7 @@ def _noise(codec: Codec, rows: tuple[int, ...] = tuple(range(ROWS))) -> SegmentN
 
 
 def _check_bytes(codec: Codec, x: Tensor) -> Tensor:
-    """uint8 [ROWS, nbytes]: the payload, which no former content of the buffer shows through."""
+    """Return the payload, uint8 [ROWS, nbytes], after checking that encode writes all of it."""
     numel = x.shape[1]
     nbytes = codec.nbytes(numel)
     assert nbytes % 16 == 0, f"nbytes({numel}) is {nbytes}: round it up to a multiple of 16"

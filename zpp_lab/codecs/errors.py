@@ -28,10 +28,11 @@ _SHAPE = (8, 4, 32, 8)  # warps, chunks, lanes, neighbours
 
 
 def error_sums(codec: Codec, x: Tensor, payload: Tensor) -> Tensor:
-    """x float [R, n] and its payload uint8 [R, codec.nbytes(n)] → fp64 [R, 9], one for each SUMS.
+    """Sum a codec's errors over each row: x float [R, n] and its payload uint8 [R, codec.nbytes(n)]
+    → fp64 [R, 9], in the order of SUMS.
 
-    y is what the payload decodes to, in fp32. `saturated` counts codes at either end of the
-    code's range, as their share times n, and `zeroed` values other than 0 that decode to 0.
+    y is what the payload decodes to, in fp32. `saturated` counts codes at either end of the code's
+    range, as their share times n, and `zeroed` values other than 0 that decode to 0.
     """
     each = max(1, AT_ONCE // max(1, x.shape[1]))
     parts = zip(x.split(each), payload.split(each), strict=True)
@@ -54,8 +55,8 @@ def _error_sums(codec: Codec, x: Tensor, payload: Tensor) -> Tensor:
 
 
 def _terms(x: Tensor, y: Tensor) -> Tensor:
-    """What the first seven of SUMS add up: fp64 [7, R, n]. Written in place, one by one: together
-    they are 56 bytes an element."""
+    """Return the terms of the first seven SUMS, fp64 [7, R, n]. Written in place, one by one:
+    together they are 56 bytes an element."""
     terms = torch.empty(7, *x.shape, dtype=torch.float64, device=x.device)
     a, b = x.double(), y.double()
     error = torch.sub(b, a, out=terms[4])
@@ -69,7 +70,7 @@ def _terms(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _tiles(terms: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """fp64 [..., n] → each tile's sum [..., tiles], in the order that the module describes."""
+    """Sum each tile of fp64 [..., n] → [..., tiles], in the order that the module describes."""
     fill = -terms.shape[-1] % math.prod(shape)
     if fill:
         terms = torch.nn.functional.pad(terms, (0, fill))
@@ -87,7 +88,7 @@ def _tiles(terms: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
 
 
 def _part(numel: int) -> tuple[int, int, int, int]:
-    """The part of a tile that 1 ≤ n ≤ TILE elements reach; the rest adds zeros only."""
+    """Return the part of a tile that 1 ≤ n ≤ TILE elements reach; the rest adds zeros only."""
     _, chunks, lanes, neighbours = _SHAPE
     chunk = lanes * neighbours
     if numel > chunk * chunks:
@@ -99,7 +100,7 @@ def _part(numel: int) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True, order=True)
 class Column:
-    """What a sum is of: one parameter, as one micro-step's transfer on a wire brought it."""
+    """What a sum is of: one parameter in one micro-step's transfer on a wire."""
 
     wire: Wire
     kind: str  # the parameter's class
@@ -111,23 +112,24 @@ class Column:
 class ErrorSums:
     """fp64 sums over (x, decoded y) pairs of a step, by parameter and by the rank that encoded.
 
-    They are added up at the step's end alone: engines meet parameters and ranks in orders of
-    their own, and the figures must not tell which engine it was.
+    They are added only at the step's end: engines meet parameters and ranks in different orders,
+    and the figures must not depend on the engine.
     """
 
     sums: dict[Column, dict[int, Tensor]] = field(default_factory=dict)
 
     def add(self, column: Column, rank: int, sums: Tensor) -> None:
-        """fp64 [9], of all rows that `rank` encoded. Of what was sent twice, alike both times,
-        the first counts."""
+        """Add fp64 [9] over all rows that `rank` encoded. A repeated identical transfer counts
+        once."""
         self.sums.setdefault(column, {}).setdefault(rank, sums)
 
     def drop(self, unused: Set[tuple[Wire, str]]) -> None:
-        """Forget the parameters on the wires that brought them in vain."""
+        """Forget parameters on wires that brought them without use."""
         self.sums = {c: of for c, of in self.sums.items() if (c.wire, c.name) not in unused}
 
     def by_rank(self) -> tuple[list[Column], Tensor | None]:
-        """The columns in order, and their sums, fp64 [ranks, columns, 9]; none where none are."""
+        """Return the columns in order and their sums, fp64 [ranks, columns, 9]; ([], None) without
+        any."""
         columns = sorted(self.sums)
         if not columns:
             return [], None
@@ -136,8 +138,8 @@ class ErrorSums:
 
 
 def telemetry(columns: Sequence[Column], sums: Tensor | None) -> Telemetry:
-    """`ErrorSums.by_rank` of all ranks → {wire: {class: figures}}; see `figures`. A class's sums
-    are added in an order that its parameters' names and the ranks fix."""
+    """Turn `ErrorSums.by_rank` of all ranks into {wire: {class: figures}}, see `figures`. The names
+    of parameters and the ranks fix the order in which a class's sums are added."""
     out: Telemetry = {}
     if sums is None:
         return out
@@ -151,8 +153,8 @@ def telemetry(columns: Sequence[Column], sums: Tensor | None) -> Telemetry:
 
 
 def figures(s: dict[str, float]) -> dict[str, float]:
-    """nmse = Σ(y-x)² / Σx²; bias = Σ(y-x) / Σ|x|; cosine of x and y; shares of codes at the
-    range's ends (saturated) and of non-zero values that became 0 (zeroed)."""
+    """Compute nmse = Σ(y-x)² / Σx²; bias = Σ(y-x) / Σ|x|; the cosine of x and y; shares of codes at
+    the range's ends (saturated) and of non-zero values that became 0 (zeroed)."""
     return {
         "nmse": _ratio(s["error2"], s["x2"]),
         "bias": _ratio(s["error"], s["abs_x"]),
@@ -163,5 +165,5 @@ def figures(s: dict[str, float]) -> dict[str, float]:
 
 
 def _ratio(a: float, b: float) -> float:
-    """a / b, 0 where both are 0 (all-zero tensors carry no error)."""
+    """Return a / b, 0 where both are 0 (all-zero tensors carry no error)."""
     return a / b if b else (0.0 if a == 0 else math.inf)

@@ -36,11 +36,11 @@ class Rotation:
             raise ValueError(f"hadamard={self.size}: use 0 (off) or one of {SIZES}")
 
     def padded(self, numel: int) -> int:
-        """Elements after the last group is filled up with zeros."""
+        """Return the elements after the last group is filled up with zeros."""
         return -(-numel // self.size) * self.size
 
     def forward(self, x: Tensor) -> Tensor:
-        """fp32 [..., n] → fp32 [..., padded(n)]."""
+        """Rotate fp32 [..., n] into fp32 [..., padded(n)]."""
         x = torch.nn.functional.pad(x, (0, self.padded(x.shape[-1]) - x.shape[-1]))
         groups = x.unflatten(-1, (x.shape[-1] // self.size, self.size))
         if self.random_signs:
@@ -48,7 +48,7 @@ class Rotation:
         return self._transform(groups).reshape(x.shape)
 
     def inverse(self, y: Tensor, numel: int) -> Tensor:
-        """fp32 [..., padded(numel)] → fp32 [..., numel]."""
+        """Rotate fp32 [..., padded(numel)] back into fp32 [..., numel]."""
         groups = self._transform(y.unflatten(-1, (y.shape[-1] // self.size, self.size)))
         if self.random_signs:
             groups = groups * signs(self.size).to(y.device)
@@ -65,7 +65,7 @@ class Rotation:
 
 @cache
 def sign_words() -> tuple[int, ...]:
-    """256 fixed bits as eight 32-bit words: bit i % 32 of word i // 32 set means sign -1 for
+    """Return 256 fixed bits as eight 32-bit words: bit i % 32 of word i // 32 set means sign -1 for
     element i of a group; smaller groups take the first ones.
 
     Words 0 to 3 are the output of Philox4x32-7 (`noise.py`) for counter (0, 0, 0, 0), words 4 to 7
@@ -78,6 +78,6 @@ def sign_words() -> tuple[int, ...]:
 
 @cache
 def signs(size: int) -> Tensor:
-    """fp32 [size] of +1 and -1."""
+    """Return fp32 [size] of +1 and -1."""
     words = sign_words()
     return torch.tensor([1.0 - 2.0 * (words[i // 32] >> (i % 32) & 1) for i in range(size)])

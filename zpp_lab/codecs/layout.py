@@ -21,8 +21,8 @@ from zpp_lab.codecs.noise import parameter_id
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a unit: its full name, its whole shape, and elements of a padded shard.
-    `dtype`: of integers, which travel as their own bytes on every wire; None: as the wire says."""
+    """A parameter of a unit: its full name, its whole shape, and over how many ranks it is sharded.
+    `dtype`: of integers, which travel as their own bytes on every wire; None: the wire's."""
 
     name: str
     shape: tuple[int, ...]
@@ -71,6 +71,7 @@ class Layout:
 
     @classmethod
     def build(cls, names: Sequence[str], numels: Sequence[int], codecs: Sequence[Codec]) -> Layout:
+        """Place segments one behind the other."""
         segments: list[Segment] = []
         offset = coded = plain = 0
         for name, numel, codec in zip(names, numels, codecs, strict=True):
@@ -107,8 +108,8 @@ class Layout:
         return tuple(tuple(group) for group in found.values())
 
     def part(self, chosen: tuple[int, ...]) -> Layout:
-        """Some of the segments, each at its place in the whole layout's payloads and sums. Made
-        once; this layout itself where all of them are chosen."""
+        """Return some of the segments, each at its place in the whole layout's payloads and sums.
+        Cached; this layout itself when all of them are chosen."""
         if len(chosen) == len(self.segments):
             return self
         parts: dict[tuple[int, ...], Layout] = self.__dict__.setdefault("_parts", {})
@@ -117,7 +118,7 @@ class Layout:
         return parts[chosen]
 
     def select(self, names: Set[str]) -> Layout:
-        """The layout of those segments alone (parameters that have a gradient)."""
+        """Return the layout of those segments alone (parameters that have a gradient)."""
         kept = [s for s in self.segments if s.name in names]
         if len(kept) == len(self.segments):
             return self

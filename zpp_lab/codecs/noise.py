@@ -66,7 +66,7 @@ LANES = 8  # elements served by one counter
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-7 on int64 tensors that hold 32-bit words; broadcasts its inputs."""
+    """Run Philox4x32-7 on int64 tensors that hold 32-bit words; broadcasts its inputs."""
     c0, c1, c2, c3 = counter
     k0, k1 = key & LOW, key >> 32
     for _ in range(ROUNDS):
@@ -82,12 +82,12 @@ def philox(
 
 
 def parameter_id(name: str) -> int:
-    """32 bits of the parameter's name: adding a parameter leaves the others' noise alone."""
+    """Return 32 bits of the parameter's name: adding a parameter leaves the others' noise alone."""
     return int.from_bytes(hashlib.blake2s(name.encode(), digest_size=4).digest(), "little")
 
 
 def noise_key(seed: int, step: int, micro: int, wire: Wire) -> int:
-    """The 64-bit Philox key of one collective."""
+    """Return the 64-bit Philox key of one collective."""
     words = (seed, step, micro, WIRES[wire].number)
     data = b"".join(w.to_bytes(8, "little") for w in words)
     return int.from_bytes(hashlib.blake2s(data, digest_size=8).digest(), "little")
@@ -111,8 +111,8 @@ class Noise:
         assert len(self.ranks) == len(self.rows)
 
     def uniform(self, parameters: tuple[int, ...], numel: int, device: torch.device) -> Tensor:
-        """fp32 [R len(parameters), numel] in (0, 1): one below the other, for segments of one
-        length, of the parameters with these ids."""
+        """Draw fp32 [R len(parameters), numel] in (0, 1): one parameter below the other, for
+        segments of one length, of the parameters with these ids."""
         groups = torch.arange((numel + LANES - 1) // LANES, dtype=torch.int64, device=device)
         rows = _column(self.rows * len(parameters), device)
         ranks = _column(self.ranks * len(parameters), device)

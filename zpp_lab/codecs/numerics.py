@@ -11,13 +11,12 @@ TOP = 2**15  # rows that are so short cost their launches alone
 
 
 def fold_sum(x: Tensor) -> Tensor:
-    """Pairwise sum over the last dimension: [..., n] → [...], the same tree for the same n.
+    """Sum the last dimension pairwise: [..., n] → [...], the same tree for the same n.
 
-    The first half and the second half are added element by element until one is left, so the
-    result does not depend on batching, threads or device. The first half of an odd
-    count n has (n + 1) / 2 elements, and the last of them stays as it is: five give x0 + x3,
-    x1 + x4 and x2, then (x0 + x3) + x2 and x1 + x4. Filling with zeros to a power of two would
-    give another tree.
+    The first half and the second half are added element by element until one is left, so the result
+    does not depend on batching, threads or device. The first half of an odd count n has (n + 1) / 2
+    elements, and the last of them is not added to: five give x0 + x3, x1 + x4 and x2, then (x0 +
+    x3) + x2 and x1 + x4. Filling with zeros to a power of two would give another tree.
     """
     if x.shape[-1] < 2:
         return x[..., 0] if x.shape[-1] else x.new_zeros(x.shape[:-1])
@@ -28,8 +27,8 @@ def fold_sum(x: Tensor) -> Tensor:
 
 
 def _folded(x: Tensor, stop: int) -> Tensor:
-    """What `fold_sum` has left at `stop` or fewer: [..., n] → [..., m]. Sums replace the first
-    halves in x."""
+    """Fold [..., n] as `fold_sum` does until `stop` or fewer are left: [..., m]. Sums replace the
+    first halves in x."""
     n = x.shape[-1]
     while n > stop:
         half = (n + 1) // 2
@@ -39,22 +38,22 @@ def _folded(x: Tensor, stop: int) -> Tensor:
 
 
 def left_at_top(numel: int) -> int:
-    """How many elements `square_norms` keeps of a row until all rows are folded together."""
+    """Return how many elements of a row `square_norms` keeps until all rows are folded together."""
     while numel > TOP:
         numel = (numel + 1) // 2
     return numel
 
 
 def square_norms(stacks: Iterable[Tensor]) -> Tensor:
-    """Stacks fp32 [k, W, n] of one W and n → fp64 [K, W] of all K together: each row's sum of
-    squares. Stacks are taken one by one, and what is left of them is folded together."""
+    """Sum each row's squares: stacks fp32 [k, W, n] of one W and n → fp64 [K, W] of all K together.
+    Stacks are taken one by one, and their partial sums are folded together."""
     tops = [_folded(x.to(torch.float64, copy=True).square_(), TOP) for x in stacks]
     every = torch.cat(tops)
     return _folded(every, 1)[..., 0] if every.shape[-1] else every.sum(-1)
 
 
 def total_norm(partials: Tensor) -> Tensor:
-    """fp64 [W] sums of squares by rank → fp64 scalar norm, added in rank order."""
+    """Add fp64 [W] sums of squares in rank order and return the norm, an fp64 scalar."""
     total = torch.zeros((), dtype=torch.float64, device=partials.device)
     for partial in partials:
         total = total + partial
@@ -62,5 +61,6 @@ def total_norm(partials: Tensor) -> Tensor:
 
 
 def clip_factor(norm: Tensor, clip: float) -> Tensor:
-    """fp32 scalar: clip / (norm + 1e-6), at most 1 (as torch.nn.utils.clip_grad_norm_)."""
+    """Return clip / (norm + 1e-6), at most 1, an fp32 scalar (as
+    torch.nn.utils.clip_grad_norm_)."""
     return (clip / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)

@@ -15,11 +15,12 @@ ALIGN = 16  # bytes
 
 
 def planes(bits: int) -> tuple[int, ...]:
-    """Their widths, for codes of so many bits."""
+    """Return the widths of the planes of codes of so many bits."""
     return (8,) * (bits // 8) + tuple(w for w in (4, 2, 1) if bits & w)
 
 
 def align(nbytes: int) -> int:
+    """Round bytes up to a multiple of 16."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
@@ -28,12 +29,12 @@ def plane_bytes(numel: int, width: int) -> int:
 
 
 def packed_bytes(numel: int, bits: int) -> int:
-    """Bytes of all planes of `numel` codes."""
+    """Return the bytes of all planes of `numel` codes."""
     return sum(plane_bytes(numel, width) for width in planes(bits))
 
 
 def pack(codes: Tensor, bits: int, out: Tensor) -> None:
-    """Codes [R, n], uint8 or of any wider integer → out uint8 [R, packed_bytes(n, bits)]."""
+    """Pack codes [R, n], uint8 or any wider integer, into out, uint8 [R, packed_bytes(n, bits)]."""
     start, shift = 0, 0
     for width in planes(bits):
         end = start + plane_bytes(codes.shape[-1], width)
@@ -43,7 +44,8 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
 
 
 def unpack(data: Tensor, numel: int, bits: int) -> Tensor:
-    """uint8 [R, packed_bytes(numel, bits)] → codes [R, numel], uint8 or, of more bits, int32."""
+    """Unpack uint8 [R, packed_bytes(numel, bits)] into codes [R, numel], uint8 or, above 8 bits,
+    int32."""
     codes, start, shift = None, 0, 0
     for width in planes(bits):
         end = start + plane_bytes(numel, width)

@@ -40,7 +40,7 @@ GONE = {  # which published runs have
 
 
 def register_codec(name: str, factory: Callable[..., Codec]) -> None:
-    """Add a codec under `name`; ValueError when the name is taken by another."""
+    """Add a codec under `name`; ValueError when another codec has the name."""
     if name == "none" or _registered.get(name, factory) is not factory:
         raise ValueError(f"codec {name!r} exists already: register it under another name")
     _registered[name] = factory
@@ -51,7 +51,7 @@ def codec_names() -> list[str]:
 
 
 def build_codec(config: CodecConfig, raw_dtype: torch.dtype) -> Codec:
-    """The codec that `config` names; `none`, `sham` and `topk` send `raw_dtype`.
+    """Build the codec that `config` names; `none`, `sham` and `topk` send `raw_dtype`.
 
     ValueError for an unknown name, a setting that the codec does not have, bits on `none`, a `sham`
     or `normal` without bits, or a `topk` that keeps nothing.
@@ -99,7 +99,8 @@ def _check_settings(name: str, factory: Callable[..., Codec], settings: dict[str
 
 
 def _checked(name: str, codec: Any, again: Any) -> Codec:
-    """`codec`, when it is one: what another package gets wrong is said here, not in a step."""
+    """Return `codec` if it follows the protocol; ValueError before the run for another package's
+    faults."""
     kind = type(codec).__name__
     if not isinstance(codec, Codec):
         raise ValueError(

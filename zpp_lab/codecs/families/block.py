@@ -150,7 +150,8 @@ class BlockCodec(CodecBase):
         return count / torch.full_like(count, max(coded, 1))
 
     def _blocks(self, x: Tensor) -> Tensor:
-        """fp32 [R, m] → [R, blocks, B]; the last element repeated changes no block's range."""
+        """Cut fp32 [R, m] into [R, blocks, B]; repeating the last element changes no block's
+        range."""
         fill = self.nblocks(x.shape[1]) * self.block_size - x.shape[1]
         if fill:
             x = torch.cat((x, x[:, -1:].expand(-1, fill)), dim=1)
@@ -201,8 +202,9 @@ class BlockCodec(CodecBase):
         return both[..., :1], both[..., -1:]
 
     def levels_and_scales(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
-        """uint8 [R, nbytes(numel)] → levels q, in units of s, fp32 [R, blocks, B] (0 past the end),
-        s and z fp32 [R, blocks, 1]. With a rotation they are those of the rotated row."""
+        """Unpack uint8 [R, nbytes(numel)] into levels q in units of s, fp32 [R, blocks, B] (0
+        past the end), s and z, fp32 [R, blocks, 1]. With a rotation they are those of the rotated
+        row."""
         coded, blocks = self.coded_numel(numel), self.nblocks(numel)
         split = packed_bytes(coded, self.bits)
         codes = unpack(payload[:, :split], coded, self.bits)
@@ -229,14 +231,15 @@ class BlockCodec(CodecBase):
 
 @dataclass(frozen=True)
 class ShamCodec(CodecBase):
-    """A control that saves nothing: the tensor's own bytes, with noise of a codec's size added.
+    """A noise control that saves nothing: the tensor's own bytes, with noise of a codec's size
+    added.
 
-    In each of `codec`'s blocks every element gets noise of its own, uniform in ±a with
-    a^2 / 3 = the mean square of what `codec` does to this block's elements. So NMSE is expected to
-    be the codec's, whatever its settings, but nothing is rounded: the noise has mean 0 and does not
-    know where between two levels a value lies. Sums of squares are fp64 `fold_sum`s, y = x +
-    (2 u - 1) a is fp32, rounded once to `dtype`. A block that `codec` decodes to NaN becomes NaN,
-    and so does what leaves the range of `dtype`.
+    In each of `codec`'s blocks every element gets noise of its own, uniform in ±a with a^2 / 3 =
+    the mean square of what `codec` does to this block's elements. So NMSE is expected to be the
+    codec's, whatever its settings, but nothing is rounded: the noise has mean 0 and does not depend
+    on where between two levels a value lies. Sums of squares are fp64 `fold_sum`s, y = x + (2 u -
+    1) a is fp32, rounded once to `dtype`. A block that `codec` decodes to NaN becomes NaN, and so
+    does what leaves the range of `dtype`.
     """
 
     dtype: torch.dtype
@@ -284,7 +287,7 @@ class ShamCodec(CodecBase):
 class SignCodec(CodecBase):
     """One bit an element, its sign, and for each block the mean of its magnitudes.
 
-    Biased, so made for a memory: 1-bit SGD (Seide et al. 2014) and the scaled sign of error
+    Biased, so made for error feedback: 1-bit SGD (Seide et al. 2014) and the scaled sign of error
     feedback (Karimireddy et al. 2019, arXiv:1901.09847), whose scale is the tensor's, not a
     block's. All fp32:
 
@@ -334,7 +337,7 @@ class SignCodec(CodecBase):
 
 
 def _bf16_down(x: Tensor) -> Tensor:
-    """fp32 → the nearest bf16 value towards minus infinity, as fp32; NaN and Inf stay."""
+    """Round fp32 to the nearest bf16 value towards minus infinity, as fp32; NaN and Inf stay."""
     bits = x.view(torch.int32)
     cut = bits & -65536
     below = (x < 0) & (cut != bits)  # cutting rounds towards zero: step down once more

@@ -56,9 +56,11 @@ class NormalCodec(BlockCodec):
 
 @cache
 def levels_of(bits: int, block_size: int) -> tuple[float, ...]:
-    """The 2^bits levels of `NormalCodec`, rising, in units of a block's largest magnitude: for
-    normal numbers cut off at that one's median each level is the mean of the numbers nearest to
-    it. Found by Lloyd's iteration in fp64 and rounded to fp32."""
+    """Return the 2^bits levels of `NormalCodec`, rising, in units of a block's largest magnitude.
+
+    For normal numbers cut off at that one's median each level is the mean of the numbers nearest to
+    it. Found by Lloyd's iteration in fp64 and rounded to fp32.
+    """
     normal, count = NormalDist(), 2**bits
     end = normal.inv_cdf((1 + 0.5 ** (1 / block_size)) / 2)
     levels = [end * (2 * i + 1 - count) / count for i in range(count)]
@@ -80,8 +82,8 @@ def levels_of(bits: int, block_size: int) -> tuple[float, ...]:
 
 @cache
 def _tables(bits: int, block_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """fp32: the levels, and the thresholds half-way between them. Once a device: a copy to a GPU
-    would make the host wait for it in each step."""
+    """Return the levels and the thresholds half-way between them, fp32. Cached by device: a copy to
+    a GPU would make the host wait in each step."""
     levels = levels_of(bits, block_size)
     thresholds = [(a + b) / 2 for a, b in pairwise(levels)]
     return (

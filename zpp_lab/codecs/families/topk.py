@@ -81,7 +81,7 @@ class TopKCodec(CodecBase):
 
     @cached_property
     def values(self) -> RawCodec | BlockCodec:
-        """Of the kept elements."""
+        """The codec of the values that are sent."""
         if self.bits is None:
             return RawCodec(self.dtype)
         return BlockCodec(self.bits, self.keep, self.symmetric, self.rounding, self.scale_dtype)
@@ -95,7 +95,7 @@ class TopKCodec(CodecBase):
         return self.block_size.bit_length() - 1
 
     def kept(self, numel: int) -> int:
-        """How many of a row's elements are sent."""
+        """Return how many of a row's elements are sent."""
         whole, rest = divmod(numel, self.block_size)
         return whole * self.keep - (-self.keep * rest // self.block_size)
 
@@ -128,13 +128,14 @@ class TopKCodec(CodecBase):
         return rows.scatter_(1, in_chunk + chunk * self.block_size, values)[:, :numel]
 
     def saturated(self, payload: Tensor, numel: int) -> Tensor:
-        """Of the codes that are sent; 0 without bits."""
+        """Return each row's share of saturated codes among those sent, float [R]; 0 without
+        bits."""
         kept = self.kept(numel)
         split = packed_bytes(kept, self.place_bits)
         return self.values.saturated(payload[:, split:], kept)
 
     def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[R, n > 0] → what `_choose` gives of all chunks."""
+        """Choose from x, [R, n > 0]; returns what `_choose` gives of all chunks."""
         if self.block_size <= MOST and x.dtype in INFINITE and triton_serves(x):
             return self._chosen_at_once(x)
         chosen = [self._choose(c, keep) for c, keep in self._chunks(x.to(torch.float32))]
@@ -142,7 +143,7 @@ class TopKCodec(CodecBase):
         return places, values
 
     def _chosen_at_once(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """By the kernel; places int32."""
+        """Choose by the kernel; places are int32."""
         dtype = self.dtype if self.bits is None else torch.float32
         rows, numel = x.shape
         kept, chunks = self.kept(numel), -(-numel // self.block_size)
@@ -157,7 +158,7 @@ class TopKCodec(CodecBase):
         return places, values.to(dtype).masked_fill_(bad.view(torch.bool), torch.nan)
 
     def _chunks(self, x: Tensor) -> Iterator[tuple[Tensor, int]]:
-        """fp32 [R, n] → parts [R, chunks, size] in order, and how many each chunk keeps."""
+        """Yield parts [R, chunks, size] of fp32 [R, n] in order, and how many each chunk keeps."""
         size, whole = self.block_size, x.shape[1] // self.block_size
         if whole:
             chunks = x[:, : whole * size].unflatten(1, (whole, size))
@@ -167,8 +168,8 @@ class TopKCodec(CodecBase):
             yield x[:, None, whole * size :], self.kept(x.shape[1] % size)
 
     def _choose(self, chunks: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-        """fp32 [R, chunks, size] → what they keep, chunk by chunk: places in the chunk, int64, and
-        values in their type, each [R, chunks keep]."""
+        """Choose `keep` of each chunk of fp32 [R, chunks, size]. Returns their places in the chunk,
+        int64, and values in their type, each [R, chunks keep]."""
         dtype = self.dtype if self.bits is None else torch.float32
         magnitude = chunks.view(torch.int32) & MAGNITUDE
         greatest = magnitude.amax(-1, keepdim=True).view(torch.float32)  # NaN above all

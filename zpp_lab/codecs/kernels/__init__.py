@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def _served(name: str, plain: Callable[P, T], kernel: Callable[P, T]) -> Callable[P, T]:
-    """`plain`, or `kernel` where a call's tensor of that name, given by its place, says so."""
+    """Choose between `plain` and `kernel` in each call, by the tensor argument called `name`."""
     # looked up once, as a search in each call takes the host time
     at = [*signature(plain).parameters].index(name)
 

@@ -43,7 +43,7 @@ def configure(backend: Backend = "auto") -> None:
 
 
 def status(try_load: bool = False) -> dict[str, str | bool | None]:
-    """For `zpp-lab doctor`: the choice, whether kernels are loaded, and what stands in the way."""
+    """Report for `zpp-lab doctor`: the choice, whether kernels are loaded, and why they are not."""
     if try_load and _state.backend != "reference":
         _load()
     problem = _state.problem or (None if torch.cuda.is_available() else _no_gpu())
@@ -51,7 +51,7 @@ def status(try_load: bool = False) -> dict[str, str | bool | None]:
 
 
 def use_kernels(tensor: Tensor) -> bool:
-    """Whether a call with this tensor goes to the kernels."""
+    """Return whether a call with this tensor goes to the kernels."""
     if _state.backend == "reference":
         return False
     if not tensor.is_cuda:
@@ -65,8 +65,8 @@ def use_kernels(tensor: Tensor) -> bool:
 
 
 def triton_serves(tensor: Tensor) -> bool:
-    """Whether kernels written in Triton may take this tensor: on a GPU, with Triton and a C
-    compiler installed. `reference` turns them off too. Not to be asked in compiled code."""
+    """Return whether Triton kernels may take this tensor: on a GPU, with Triton and a C compiler
+    installed. `reference` turns them off too. Not for compiled code."""
     return tensor.is_cuda and _state.backend != "reference" and _can_launch_triton()
 
 

@@ -46,7 +46,7 @@ LOCK_SECONDS = 900.0
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What a build takes: the compiler, its version text, and CUTLASS's headers."""
+    """What a build needs: the compiler, its version text, and CUTLASS's headers."""
 
     nvcc: str
     version: str
@@ -54,7 +54,7 @@ class Toolchain:
 
     @classmethod
     def find(cls) -> Toolchain:
-        """RuntimeError, naming the fix, when a part is missing."""
+        """Find all parts; RuntimeError, naming the fix, when one is missing."""
         home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
         found = shutil.which("nvcc") or shutil.which(os.path.join(home, "bin", "nvcc"))
         nvcc = os.environ.get("ZPP_NVCC") or found
@@ -84,7 +84,7 @@ def _cutlass_include() -> Path:
 
 
 def local_arch() -> str:
-    """The architecture of the current GPU, as nvcc names it."""
+    """Return the architecture of the current GPU, as nvcc names it."""
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < (8, 0):
         raise RuntimeError(f"kernels need compute capability 8.0 or newer, not {major}.{minor}")
@@ -100,7 +100,7 @@ def arch_flags(archs: tuple[str, ...]) -> list[str]:
 
 
 def serving() -> tuple[Path | None, str]:
-    """The library that serves the current GPU, and what it is; None where it is yet to be built.
+    """Return the library that serves the current GPU, and what it is; None where it must be built.
 
     RuntimeError, naming the fix, when there is none and none can be built.
     """
@@ -121,11 +121,8 @@ def serving() -> tuple[Path | None, str]:
 
 
 def library(archs: tuple[str, ...] | None = None, jobs: int = 0) -> Path:
-    """The library compiled here for these architectures (the local GPU's by default), built if
-    absent.
-
-    RuntimeError, naming the fix, when it cannot be built.
-    """
+    """Return the library compiled here for these architectures (default: the local GPU's), built if
+    absent. RuntimeError, naming the fix, when it cannot be built."""
     tools = Toolchain.find()
     archs = archs or (local_arch(),)
     path = place(tools, archs)
@@ -141,7 +138,7 @@ def library(archs: tuple[str, ...] | None = None, jobs: int = 0) -> Path:
 
 
 def place(tools: Toolchain, archs: tuple[str, ...]) -> Path:
-    """Where the library of these tools and architectures is looked for."""
+    """Return the path of the library of these tools and architectures."""
     return cache_dir() / _key(tools, archs) / "zpp_lab_kernels.so"
 
 
@@ -153,7 +150,7 @@ def cache_dir() -> Path:
 
 
 def digest() -> str:
-    """Of cuda/'s files and of how they are compiled."""
+    """Hash the files of cuda/ and how they are compiled."""
     found = hashlib.sha256()
     for path in _files("*.cu", "*.cuh", "*.cpp", "*.h"):
         name = path.relative_to(cuda_dir()).as_posix()
@@ -163,7 +160,7 @@ def digest() -> str:
 
 
 def _files(*patterns: str) -> list[Path]:
-    """Those of cuda/'s folders, in one order everywhere."""
+    """List cuda/'s files that match, in one order everywhere."""
     return sorted(path for pattern in patterns for path in cuda_dir().rglob(pattern))
 
 
@@ -194,7 +191,7 @@ def _lock(path: Path) -> Iterator[None]:
 def compile_kernels(
     tools: Toolchain, archs: tuple[str, ...], out: Path, jobs: int = 0
 ) -> list[Path]:
-    """Every .cu file → an object file in `out`, side by side."""
+    """Compile every .cu file in parallel; returns the object files, in `out`."""
     flags = [*KERNEL_FLAGS, *arch_flags(archs)]
     sources = _files("*.cu")
     objects = [out / f"{s.stem}.o" for s in sources]
@@ -204,7 +201,7 @@ def compile_kernels(
 
 
 def compile_bindings(tools: Toolchain, out: Path) -> list[Path]:
-    """Every .cpp file → an object file in `out`."""
+    """Compile every .cpp file; returns the object files, in `out`."""
     include = Path(torch.__file__).parent / "include"
     flags = ["-O2", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={TARGET}", "-isystem", str(include)]
     flags += ["-Xcompiler", f"-fmacro-prefix-map={include}/="]
@@ -216,7 +213,7 @@ def compile_bindings(tools: Toolchain, out: Path) -> list[Path]:
 
 
 def compile_library(tools: Toolchain, archs: tuple[str, ...], out: Path, jobs: int = 0) -> Path:
-    """cuda/ → a shared library in `out`, for any machine."""
+    """Compile cuda/ into a shared library in `out`, for any machine."""
     with ThreadPoolExecutor(1) as pool:
         bindings = pool.submit(compile_bindings, tools, out)
         objects = [*compile_kernels(tools, archs, out, jobs), *bindings.result()]
@@ -224,9 +221,9 @@ def compile_library(tools: Toolchain, archs: tuple[str, ...], out: Path, jobs: i
 
 
 def link(tools: Toolchain, objects: list[Path], out: Path) -> Path:
-    """A library that asks for torch's by name alone: where it is loaded, they are there already.
+    """Link a library that needs torch's libraries by name only: where it is loaded, they are there.
 
-    So empty ones of these names serve here, where a torch for CPUs lacks one of them.
+    Empty libraries of these names stand in here, where a torch for CPUs lacks one of them.
     """
     empty, target = out / "empty.cpp", out / "zpp_lab_kernels.so"
     empty.touch()
@@ -253,7 +250,7 @@ def _run(command: list[str]) -> None:
 
 
 def words() -> Parser:
-    """What `zpp-lab build` takes."""
+    """Return the parser of `zpp-lab build`."""
     parser = Parser(prog="zpp-lab build", description="Compile the CUDA kernels ahead of time.")
     text = "local (this GPU; the default), all (the default of a wheel), or such as 80,90a,100"
     parser.add_argument("--arch", help=text)
@@ -265,7 +262,8 @@ def words() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`zpp-lab build`: compile ahead of time. ValueError, naming the fix, when that cannot be."""
+    """Run `zpp-lab build`: compile ahead of time. ValueError, naming the fix, when that is
+    impossible."""
     args = words().parse_args(argv)
     start = time.monotonic()
     if args.wheel and args.wheel.exists() and not args.wheel.is_dir():

@@ -41,7 +41,7 @@ NAMES = (
 
 
 def register_fakes() -> None:
-    """Shape functions for torch.compile: the operators write into their arguments only."""
+    """Register shape functions for torch.compile: the operators write into their arguments only."""
     for name in NAMES:
         torch.library.register_fake(f"zpp_lab::{name}", lambda *args, **kwargs: None)
 
@@ -90,7 +90,7 @@ def encode_update(
         return
     known = kept[0].dtype in STORES and not outgoing(layout).others
     if errors is not None or not known:
-        given = reference.news(layout, masters, kept, differences, len(out))
+        given = reference.update_inputs(layout, masters, kept, differences, len(out))
         return encode(layout, given, noise, out, errors)
     settings = update_settings(layout, kept[0].dtype, differences)
     if settings is None:
@@ -150,15 +150,14 @@ def encode_remembering(
     out: Tensor,
     settings: Tensor,
     kept: Sequence[Tensor],
-    rooms: Sequence[Tensor],
+    targets: Sequence[Tensor],
 ) -> None:
-    """`encode` of whole parameters, or, with the layout of the hop `before`, `encode_sums` of one
-    tensor of sums, with memories, in one pass; `memory.encode` and `memory.encode_sums` say what
-    that is. All segments are the kernels' own.
+    """Run `memory.encode`, or with the layout of the hop `before` `memory.encode_sums` on one
+    tensor of sums, in one kernel. All segments are the kernels' own.
 
-    settings: int64 [segments, 3] on the host, see memory_at in cuda/bindings/fill.h. kept, rooms:
-    what is remembered now (empty: zeros) and the place of what is next, a segment each. Without a
-    place `kept` is taken away and nothing remembered.
+    settings: int64 [segments, 3] on the host, see memory_at in cuda/bindings/fill.h. kept, outs:
+    each segment's residual now (empty: zeros) and where the next one goes; where that is empty
+    `kept` is subtracted and nothing stored.
     """
     table = outgoing(layout) if before is None else hop(before, layout)
     assert not table.others
@@ -171,7 +170,7 @@ def encode_remembering(
         out,
         settings,
         list(kept),
-        list(rooms),
+        list(targets),
     )
 
 
@@ -197,18 +196,19 @@ def decode_sum_encode(
 
 
 def _tiles(segment: Segment) -> int:
-    """Tiles of one row, the kernel's and those of `error_sums`: filling never adds one."""
+    """Count the tiles of one row, the kernel's and those of `error_sums`: filling never adds
+    one."""
     return -(-segment.numel // TILE)
 
 
 def _partials(layout: Layout, chosen: Sequence[int], out: Tensor) -> Tensor:
-    """Room for the error sums of each tile: fp64 [tiles, 8], `count` left out."""
+    """Allocate the error sums of each tile: fp64 [tiles, 8], `count` left out."""
     tiles = out.shape[0] * sum(_tiles(layout.segments[i]) for i in chosen)
     return torch.empty(tiles, len(SUMS) - 1, dtype=torch.float64, device=out.device)
 
 
 def _fold_partials(layout: Layout, chosen: Sequence[int], partials: Tensor, errors: Tensor) -> None:
-    """The sums of tiles → `errors` fp64 [R, segments, 9], in the order of `error_sums`."""
+    """Fold the sums of tiles into `errors`, fp64 [R, segments, 9], in the order of `error_sums`."""
     done, rows = 0, errors.shape[0]
     for i in chosen:
         segment = layout.segments[i]
@@ -223,7 +223,7 @@ def _fold_partials(layout: Layout, chosen: Sequence[int], partials: Tensor, erro
 
 
 def _noise(noise: Noise | None, layout: Layout, out: Tensor) -> tuple[int, Tensor | None]:
-    """Key and rows, as the operators take them."""
+    """Return key and rows as the operators take them."""
     if noise is None or not layout.stochastic:
         return 0, None
     return signed(noise.key), noise_rows(noise.ranks, noise.rows, out.device)

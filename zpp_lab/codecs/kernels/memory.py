@@ -1,26 +1,24 @@
-"""What an encoder remembers between steps: codecs stay maps, a memory stands before one.
+"""Error feedback: an encoder's residual between steps; codecs stay stateless.
 
-With x the tensor, m the memory, d what the payload decodes to, `residual` encodes y = x + m, and
-remembers a m + (1 - a) decay (y - d).
-
-That is error feedback: what a codec has lost is sent with the next tensor (Seide, Fu, Droppo, Li
-and Yu, "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy, Rebjock, Stich and
-Jaggi, "Error feedback fixes SignSGD", ICML 2019, arXiv:1901.09847). With a = `average` above 0 it
-is LoCo's moving average of errors, forgotten every `reset_every` steps (Xie, Lin, Toh and Zhou
-2024, arXiv:2407.04480; in DeepSpeed 0.16 to 0.19.7 err_beta and reset_T).
+With x the tensor, m the residual, d what the payload decodes to, y = x + m is encoded, and the next
+residual is a m + (1 - a) decay (y - d): what a codec has lost is sent with the next tensor (Seide,
+Fu, Droppo, Li and Yu, "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy, Rebjock,
+Stich and Jaggi, "Error feedback fixes SignSGD", ICML 2019, arXiv:1901.09847). With a = `average`
+above 0 it is LoCo's moving average of errors, reset every `reset_every` steps (Xie, Lin, Toh and
+Zhou 2024, arXiv:2407.04480; in DeepSpeed 0.16 to 0.19.7 err_beta and reset_T).
 
 Arithmetic is elementwise fp32, each operation rounded on its own: y - d, (1 - a) decay times it,
-a m, their sum; a factor of 1 and a share of 0 are left out. Factors are rounded to fp32 once. A
-memory that is not there yet is zeros.
+a m, their sum; a factor of 1 and a share of 0 are left out. Factors are rounded to fp32 once. The
+first residual is zeros.
 
-A row of gradients is remembered as it is, its padding included. Sums between two hops are
-remembered in the domain in which they are encoded: rotated, where both codecs share the rotation.
+A residual has a gradient row's padding too. Residuals of sums between two hops lie in the domain in
+which the sums are encoded: rotated, where both codecs share the rotation.
 
 Stores, a row: fp32; bf16, rounded to nearest even; 8bit, symmetric codes of the block codec rounded
 to nearest, with an fp32 scale for each block of 256.
 
-On a GPU one kernel loads, adds, encodes, decodes and remembers (cuda/codec/memory.cu). What
-telemetry looks at, and codecs that the kernels do not know, take torch's operations: equal bits.
+On a GPU one kernel loads, adds, encodes, decodes and stores (cuda/codec/memory.cu). Telemetry's
+steps, and codecs that the kernels do not know, take torch's operations: equal bits.
 """
 
 from __future__ import annotations
@@ -47,7 +45,8 @@ PLAIN = RawCodec(torch.float32)
 
 @dataclass(frozen=True)
 class Memory:
-    """The settings of a memory; the module says what they do. Tensors live elsewhere."""
+    """Settings of a residual; see the module for what they do. `context.Memories` has the
+    tensors."""
 
     store: MemoryStore = "bf16"
     decay: float = 1.0
@@ -56,45 +55,45 @@ class Memory:
 
     @classmethod
     def of(cls, config: MemoryConfig) -> Memory | None:
-        """The memory that `config` asks for; None: none."""
+        """Return the residual's settings that `config` asks for; None without a residual."""
         if config.kind is None or config.kind == "none":
             return None
         given = {k: getattr(config, k) for k in ("store", "decay", "average", "reset_every")}
         return cls(**{k: v for k, v in given.items() if v is not None})
 
     def before(self, x: Tensor, m: Tensor) -> Tensor:
-        """What is encoded in place of x; all fp32 of one shape."""
+        """Return what is encoded in place of x; all fp32 of one shape."""
         return x + m
 
     def after(self, y: Tensor, d: Tensor, m: Tensor) -> Tensor:
-        """The memory afterwards, before it is stored."""
+        """Return the next residual, before it is stored."""
         lost, weight = y - d, (1.0 - self.average) * self.decay
         if weight != 1.0:
             lost = lost * _factor(weight, y.device)
         return m * _factor(self.average, y.device) + lost if self.average else lost
 
     def resets(self, step: int) -> bool:
-        """Whether step `step`, counted from 0, begins without what was remembered."""
+        """Return whether step `step`, counted from 0, begins with a residual of zeros."""
         return self.reset_every > 0 and step > 0 and step % self.reset_every == 0
 
     # ------------------------------------------------------------------ stores
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is stored."""
+        """Dtype of what is stored."""
         kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
         return kinds[self.store]
 
     def width(self, numel: int) -> int:
-        """Elements of `dtype` that a row of `numel` elements takes."""
+        """Return the elements of `dtype` that a row of `numel` elements takes."""
         return EIGHT.nbytes(numel) if self.store == "8bit" else numel
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of a row of `numel` elements."""
+        """Return the bytes of a row of `numel` elements."""
         return self.width(numel) * self.dtype.itemsize
 
     def pack(self, m: Tensor) -> Tensor:
-        """fp32 [R, n] → stored rows [R, width(n)]; fp32 as it is."""
+        """Pack fp32 [R, n] into stored rows [R, width(n)]; the same tensor for fp32."""
         if self.store != "8bit":
             return m.to(self.dtype)
         out = torch.empty(len(m), self.width(m.shape[1]), dtype=torch.uint8, device=m.device)
@@ -102,7 +101,7 @@ class Memory:
         return out
 
     def unpack(self, stored: Tensor, numel: int) -> Tensor:
-        """Stored rows [R, width(n)] → fp32 [R, n]; fp32 as it is."""
+        """Unpack stored rows [R, width(n)] into fp32 [R, n]; the same tensor for fp32."""
         if self.store != "8bit":
             return stored.to(torch.float32)
         out = torch.empty(len(stored), numel, device=stored.device)
@@ -111,7 +110,7 @@ class Memory:
 
 
 def _factor(value: float, device: torch.device) -> Tensor:
-    """fp32, as a tensor: every device then multiplies by the same number."""
+    """Return a factor as an fp32 tensor: every device then multiplies by the same number."""
     return torch.full((), value, device=device)
 
 
@@ -124,22 +123,22 @@ def _rows(numel: int) -> Layout:
 
 
 class Remembered(Protocol):
-    """The memories of a payload's rows, by parameter; parameters without one are left out.
-    Rows are as `Memory.pack` stores them."""
+    """Residuals of a payload's rows, by parameter; parameters without one are left out. Rows are as
+    `Memory.pack` stores them."""
 
     @property
     def settings(self) -> Mapping[str, Memory]: ...
 
     def stored(self, name: str) -> Tensor | None:
-        """What is remembered now; None stands for zeros."""
+        """Return the present residual; None stands for zeros."""
         ...
 
     def room(self, name: str, device: torch.device) -> Tensor:
-        """Where what is remembered next is to be written, maybe the place of what is now."""
+        """Return where the next residual is to be written, possibly over the present one."""
         ...
 
     def save(self, name: str, room: Tensor) -> None:
-        """The room is written."""
+        """Take the written residual."""
         ...
 
 
@@ -152,29 +151,32 @@ def encode(
     kept: Remembered,
     looked: bool = True,
 ) -> list[Tensor]:
-    """`kernels.encode` of what the memories make of the sources; returns that where it is `looked`
-    at: a parameter with one as fp32 [R, n], the others as they came. `errors` are of it too."""
+    """Encode sources with their residuals, and store the next ones.
+
+    Returns what was encoded where `looked`: fp32 [R, n] of a parameter with a residual, the others
+    as given. `errors` compares with that too.
+    """
     if errors is None and not looked and _in_one_pass(None, layout, kept, out):
         encode_in_one_pass(None, layout, sources, noise, out, kept)
         return []
     given, rows = list(sources), len(out)
-    together = _together(layout, kept)
+    together = _stacked(layout, kept)
     stacks = []
-    for alike in together:
-        numel = alike.segments[0].numel
-        x = torch.cat([kernels.padded_rows(sources[i], rows, numel) for i in alike.places])
-        stacks.append(alike.before(x.to(torch.float32)))
-        for i, part in zip(alike.places, alike.parts(stacks[-1]), strict=True):
+    for stack in together:
+        numel = stack.segments[0].numel
+        x = torch.cat([kernels.padded_rows(sources[i], rows, numel) for i in stack.places])
+        stacks.append(stack.before(x.to(torch.float32)))
+        for i, part in zip(stack.places, stack.parts(stacks[-1]), strict=True):
             given[i] = part
     kernels.encode(layout, given, noise, out, errors)
-    for alike, y in zip(together, stacks, strict=True):
-        codec = alike.segments[0].codec
+    for stack, y in zip(together, stacks, strict=True):
+        codec = stack.segments[0].codec
         if codec.one_hop:  # its own row may not come back
             d = codec.sent(y)
         else:
             d = torch.empty_like(y)
-            kernels.decode(layout.part(alike.places), out, alike.parts(d))
-        alike.keep(kept, y, d)
+            kernels.decode(layout.part(stack.places), out, stack.parts(d))
+        stack.keep(kept, y, d)
     return given
 
 
@@ -187,34 +189,36 @@ def encode_sums(
     kept: Remembered,
     looked: bool = True,
 ) -> Tensor:
-    """`kernels.encode_sums` of what the memories make of the sums; returns that where it is
-    `looked` at, fp32 [R, n] with the segments of `between(before, layout)`, each of whose memories
-    is in its domain there."""
+    """Encode sums of a hop with their residuals, and store the next ones.
+
+    Returns what was encoded where `looked`: fp32 [R, n] with the segments of `between(before,
+    layout)`, in whose domain each residual lies.
+    """
     held = between(before, layout)
     given = _in_domain(before, held, sums)
     if not looked and _in_one_pass(held, layout, kept, out):
         encode_in_one_pass(held, layout, [given], noise, out, kept)
         return given
     parts = [sums_of(given, segment) for segment in held.segments]
-    together = _together(held, kept)
+    together = _stacked(held, kept)
     stacks = []
-    for alike in together:
-        stacks.append(alike.before(torch.cat([parts[i] for i in alike.places])))
-        for i, part in zip(alike.places, alike.parts(stacks[-1]), strict=True):
+    for stack in together:
+        stacks.append(stack.before(torch.cat([parts[i] for i in stack.places])))
+        for i, part in zip(stack.places, stack.parts(stacks[-1]), strict=True):
             parts[i] = part
     given = torch.cat(parts, dim=1) if together else given
     kernels.encode_sums(held, layout, given, noise, out)
     decoded = torch.zeros(len(out), layout.coded_numel, device=out.device)
     kernels.decode_sum(layout, out[None], decoded)
     decoded = _in_domain(layout, held, decoded)
-    for alike, y in zip(together, stacks, strict=True):
-        alike.keep(kept, y, torch.cat([sums_of(decoded, s) for s in alike.segments]))
+    for stack, y in zip(together, stacks, strict=True):
+        stack.keep(kept, y, torch.cat([sums_of(decoded, s) for s in stack.segments]))
     return given
 
 
 def between(before: Layout, layout: Layout) -> Layout:
-    """Sums of a hop with layout `before` as the next hop encodes them: a segment whose two codecs
-    share their rotation stays in its domain, another one has left it."""
+    """Return the layout of a hop's sums as the next hop encodes them: a segment whose two codecs
+    share their rotation stays in its domain, others have left it."""
     pairs = list(zip(before.segments, layout.segments, strict=True))
     if all(s.codec.rotation in (None, t.codec.rotation) for s, t in pairs):
         return before
@@ -230,7 +234,7 @@ def between(before: Layout, layout: Layout) -> Layout:
 
 
 def _in_domain(layout: Layout, held: Layout, sums: Tensor) -> Tensor:
-    """Sums of `layout`, each segment in the domain that it has in `held`."""
+    """Return sums of `layout`, each segment in the domain that it has in `held`."""
     pairs = list(zip(layout.segments, held.segments, strict=True))
     stays = [s.codec.rotation == t.codec.rotation for s, t in pairs]
     if all(stays):
@@ -244,10 +248,10 @@ def _in_domain(layout: Layout, held: Layout, sums: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Alike:
-    """Segments of one length and memory, handled one below the other: as rows do not see each other
-    this changes no bit. Those of `one_hop`, whose codec says what it sends, are of one codec.
-    stored: what they remember; none of them does where it is empty."""
+class Stacked:
+    """Segments of one length and one residual's settings, stacked: rows are independent, so this
+    changes no bit. Segments of `one_hop` also share their codec. stored: their residuals, empty
+    when all are zeros."""
 
     memory: Memory
     places: tuple[int, ...]
@@ -255,7 +259,7 @@ class Alike:
     stored: list[Tensor]
 
     def parts(self, stacked: Tensor) -> list[Tensor]:
-        """[G R, n] → [R, n] of each."""
+        """Split [G R, n] into [R, n] of each."""
         return list(stacked.chunk(len(self.places)))
 
     def before(self, x: Tensor) -> Tensor:
@@ -264,20 +268,20 @@ class Alike:
     def keep(self, kept: Remembered, y: Tensor, d: Tensor) -> None:
         m = self._load(y) if self.memory.average else d  # not looked at
         packed = self.memory.pack(self.memory.after(y, d, m))
-        rooms = [kept.room(s.name, y.device) for s in self.segments]
-        torch._foreach_copy_(rooms, self.parts(packed))
-        for segment, room in zip(self.segments, rooms, strict=True):
+        targets = [kept.room(s.name, y.device) for s in self.segments]
+        torch._foreach_copy_(targets, self.parts(packed))
+        for segment, room in zip(self.segments, targets, strict=True):
             kept.save(segment.name, room)
 
     def _load(self, like: Tensor) -> Tensor:
-        """fp32 of the shape of `like`."""
+        """Return the residuals, fp32 of the shape of `like`."""
         if not self.stored:
             return torch.zeros_like(like)
         return self.memory.unpack(torch.cat(self.stored), like.shape[1])
 
 
-def _together(layout: Layout, kept: Remembered) -> list[Alike]:
-    """The segments that remember."""
+def _stacked(layout: Layout, kept: Remembered) -> list[Stacked]:
+    """Group the segments that have residuals."""
     found: dict[object, list[tuple[int, Segment, Tensor | None]]] = {}
     for i, s in enumerate(layout.segments):
         if s.name in kept.settings:
@@ -286,7 +290,7 @@ def _together(layout: Layout, kept: Remembered) -> list[Alike]:
             key = takes, s.numel, s.coded_numel, kept.settings[s.name], stored is None
             found.setdefault(key, []).append((i, s, stored))
     return [
-        Alike(
+        Stacked(
             kept.settings[every[0][1].name],
             tuple(i for i, _, _ in every),
             [s for _, s, _ in every],
@@ -297,7 +301,7 @@ def _together(layout: Layout, kept: Remembered) -> list[Alike]:
 
 
 def _in_one_pass(held: Layout | None, layout: Layout, kept: Remembered, out: Tensor) -> bool:
-    """Whether the kernels do it: they know all codecs, and no raw segment remembers."""
+    """Return whether the kernels do it: they know all codecs, and no raw segment has a residual."""
     if not use_kernels(out):
         return False
     known = [s.codec for own in (held, layout) if own is not None for s in own.segments]
@@ -313,25 +317,25 @@ def encode_in_one_pass(
     out: Tensor,
     kept: Remembered,
 ) -> None:
-    """One kernel for both sides of the memories."""
+    """Run the one kernel that adds residuals, encodes, and stores the next ones."""
     named = tuple((s.name, kept.settings.get(s.name)) for s in layout.segments)
     none = out.new_empty(0)
-    now, rooms = [none] * len(named), [none] * len(named)
+    now, targets = [none] * len(named), [none] * len(named)
     for i, (name, memory) in enumerate(named):
         if memory is not None:
             stored = kept.stored(name)
             now[i] = none if stored is None else stored
-            rooms[i] = kept.room(name, out.device)
+            targets[i] = kept.room(name, out.device)
     table = _settings(tuple(memory for _, memory in named))
-    cuda.encode_remembering(held, layout, sources, noise, out, table, now, rooms)
-    for (name, memory), room in zip(named, rooms, strict=True):
+    cuda.encode_remembering(held, layout, sources, noise, out, table, now, targets)
+    for (name, memory), room in zip(named, targets, strict=True):
         if memory is not None:
             kept.save(name, room)
 
 
 @lru_cache(maxsize=256)
 def _settings(memories: tuple[Memory | None, ...]) -> Tensor:
-    """As cuda/bindings/fill.h reads them: int64 [segments, 3]."""
+    """Return the settings as cuda/bindings/fill.h reads them: int64 [segments, 3]."""
     stores = {"fp32": 1, "bf16": 2, "8bit": 3}
     rows = [
         (stores[m.store], *_fp32_bits(m.average, (1.0 - m.average) * m.decay)) if m else (0, 0, 0)

@@ -30,10 +30,9 @@ def encode(
     out: Tensor,
     errors: Tensor | None = None,
 ) -> None:
-    """Whole parameters (any float dtype, one per segment) → payload `out` uint8 [R, nbytes].
+    """Encode whole parameters (any float dtype, one per segment) into `out`, uint8 [R, nbytes].
 
-    `errors` fp64 [R, segments, 9], where given, takes what the codecs did to the values: each
-    segment's `codecs.errors.error_sums`.
+    `errors`, fp64 [R, segments, 9], receives each segment's `codecs.errors.error_sums`.
     """
     assert len(sources) == len(layout.segments)
     for group in layout.groups:
@@ -55,15 +54,15 @@ def encode_update(
     out: Tensor,
     errors: Tensor | None = None,
 ) -> None:
-    """`encode` of `news`: masters for those who keep `kept` of the same elements."""
-    encode(layout, news(layout, masters, kept, differences, len(out)), noise, out, errors)
+    """Run `encode` on `update_inputs`: masters for nodes that hold `kept` of the same elements."""
+    encode(layout, update_inputs(layout, masters, kept, differences, len(out)), noise, out, errors)
 
 
-def news(
+def update_inputs(
     layout: Layout, masters: Sequence[Tensor], kept: Sequence[Tensor], differences: bool, rows: int
 ) -> list[Tensor]:
-    """Masters x fp32 and what is kept m → x rounded to m's dtype; with `differences` x - m in fp32,
-    [rows, n], and of raw segments x itself."""
+    """Return each master x fp32 as it is encoded for nodes that hold m: x rounded to m's dtype;
+    with `differences` x - m in fp32, [rows, n], and for raw segments x itself."""
     every = zip(layout.segments, masters, kept, strict=True)
     if not differences:
         return [x.to(m.dtype) for _, x, m in every]
@@ -82,10 +81,10 @@ def decode(
     onto: bool = False,
     ok: Tensor | None = None,
 ) -> None:
-    """Payload uint8 [R, nbytes] → whole contiguous parameters, rounded once to their dtype.
+    """Decode uint8 [R, nbytes] into whole contiguous parameters, rounded once to their dtype.
 
-    onto: add to what is there, in fp32, but for raw segments, which take its place. ok: a bool on
-    the device; where it is false nothing changes.
+    onto: add to the present values in fp32; raw segments replace them. ok: a bool on the device;
+    where it is false nothing changes.
     """
     assert len(outs) == len(layout.segments)
     for group in layout.groups:
@@ -103,7 +102,7 @@ def decode(
 
 
 def decode_sum(layout: Layout, payload: Tensor, sums: Tensor) -> None:
-    """Adds payload rows uint8 [K, R, nbytes] to `sums` fp32 [R, coded_numel], k = 0 first."""
+    """Add payload rows uint8 [K, R, nbytes] to `sums`, fp32 [R, coded_numel], k = 0 first."""
     for group in layout.groups:
         segments = [layout.segments[i] for i in group]
         codec, rotated = segments[0].codec, segments[0].codec.rotation is not None
@@ -117,7 +116,7 @@ def decode_sum(layout: Layout, payload: Tensor, sums: Tensor) -> None:
 def encode_sums(
     before: Layout, layout: Layout, sums: Tensor, noise: Noise | None, out: Tensor
 ) -> None:
-    """Sums of a hop with layout `before`, fp32 [R, before.coded_numel] → payload of the next hop.
+    """Encode sums of a hop with layout `before`, fp32 [R, before.coded_numel], for the next hop.
 
     A segment whose two codecs share their rotation stays in the rotated domain.
     """
@@ -132,15 +131,15 @@ def encode_sums(
 
 
 def finish_sums(layout: Layout, sums: Tensor) -> Tensor:
-    """fp32 [R, coded_numel] → [R, numel]: out of the rotated domain, segments side by side; `sums`
-    itself where nothing is rotated."""
+    """Rotate sums back: fp32 [R, coded_numel] → [R, numel], segments side by side; returns `sums`
+    itself without rotations."""
     if not any(s.codec.rotation for s in layout.segments):
         return sums
     return torch.cat(_finished(layout, sums), dim=1)
 
 
 def reduce(layout: Layout, payload: Tensor, out: Tensor) -> None:
-    """Payload rows uint8 [K, R, nbytes] → `out` [R, numel] fp32 or bf16.
+    """Sum payload rows uint8 [K, R, nbytes] into `out`, [R, numel] fp32 or bf16.
 
     0 + row 0 + row 1 + ... in fp32, then out of the rotated domain, then one rounding.
     """
@@ -153,7 +152,7 @@ def reduce(layout: Layout, payload: Tensor, out: Tensor) -> None:
 def decode_sum_encode(
     before: Layout, layout: Layout, payload: Tensor, noise: Noise | None, out: Tensor
 ) -> None:
-    """The middle of a two-hop reduction: payload rows uint8 [K, R, before.nbytes] of the first
+    """Do the middle of a two-hop reduction: payload rows uint8 [K, R, before.nbytes] of the first
     hop → payload uint8 [R, layout.nbytes] of the second.
 
     Equals `decode_sum` onto zeros, then `encode_sums`; on kernels the sums never leave the chip.
@@ -162,7 +161,8 @@ def decode_sum_encode(
 
 
 def padded_rows(source: Tensor, rows: int, numel: int) -> Tensor:
-    """A whole parameter as [rows, numel], zeros past its end; a view where nothing is missing."""
+    """Return a whole parameter as [rows, numel], zeros past its end; a view where nothing is
+    missing."""
     flat = source.reshape(-1)
     if flat.numel() != rows * numel:
         flat = torch.nn.functional.pad(flat, (0, rows * numel - flat.numel()))
@@ -170,7 +170,8 @@ def padded_rows(source: Tensor, rows: int, numel: int) -> Tensor:
 
 
 def _summed(layout: Layout, payload: Tensor) -> Tensor:
-    """The sums of payload rows; of a part of a layout, at their places in the whole one's."""
+    """Sum payload rows; for a part of a layout at the places that they have in the whole one's
+    sums."""
     width = max((s.coded_offset + s.coded_numel for s in layout.segments), default=0)
     sums = torch.zeros(payload.shape[1], width, device=payload.device)
     decode_sum(layout, payload, sums)
@@ -180,7 +181,8 @@ def _summed(layout: Layout, payload: Tensor) -> Tensor:
 def _encode_group(
     segments: list[Segment], rows: list[Tensor], noise: Noise | None, out: Tensor, rotated: bool
 ) -> None:
-    """Rows [R, n] of segments with one codec → their places in `out` uint8 [R, nbytes]."""
+    """Encode rows [R, n] of segments with one codec into their places in `out` uint8 [R,
+    nbytes]."""
     first, many = segments[0], len(segments) > 1
     ids = [s.parameter for s in segments]
     drawn = SegmentNoise(noise, ids[0], tuple(ids[1:])) if noise is not None else None
@@ -193,7 +195,7 @@ def _encode_group(
 
 
 def _stack(payload: Tensor, segments: list[Segment]) -> Tensor:
-    """The segments' bytes, one below the other: uint8 [G R, nbytes]."""
+    """Stack the segments' bytes: uint8 [G R, nbytes]."""
     slots = [_slot(payload, s) for s in segments]
     return torch.cat(slots) if len(slots) > 1 else slots[0]
 
@@ -212,7 +214,7 @@ def _stays(old: Segment, rotation: object) -> bool:
 
 
 def _finished(layout: Layout, sums: Tensor) -> list[Tensor]:
-    """Each segment's sums [R, numel], out of the rotated domain."""
+    """Return each segment's sums [R, numel], out of the rotated domain."""
     found = [sums_of(sums, s) for s in layout.segments]
     for group in layout.groups:
         first = layout.segments[group[0]]
@@ -225,6 +227,6 @@ def _finished(layout: Layout, sums: Tensor) -> list[Tensor]:
 
 
 def _leave(segment: Segment, sums: Tensor, stay: bool) -> Tensor:
-    """The segment's sums, out of the rotated domain unless they stay."""
+    """Return the segment's sums, out of the rotated domain unless they stay."""
     part, rotation = sums_of(sums, segment), segment.codec.rotation
     return part if stay or rotation is None else rotation.inverse(part, segment.numel)

@@ -33,17 +33,17 @@ class Table:
 
 
 def incoming(layout: Layout) -> Table:
-    """For payloads that are read: codecs on the reading side, floats on the writing side."""
+    """Return the table for payloads that are read: codecs as sources, floats as destinations."""
     return _cached(layout, "_incoming", layout, None)
 
 
 def outgoing(layout: Layout) -> Table:
-    """For payloads that are written: floats on the reading side, codecs on the writing side."""
+    """Return the table for payloads that are written: floats as sources, codecs as destinations."""
     return _cached(layout, "_outgoing", None, layout)
 
 
 def hop(before: Layout, after: Layout) -> Table:
-    """From the sums or payloads of `before` to the payloads of `after`."""
+    """Return the table from the sums or payloads of `before` to the payloads of `after`."""
     kept = after.__dict__.get("_hop")
     if kept is None or kept[0] is not before:
         kept = (before, _build(before, after))
@@ -52,8 +52,8 @@ def hop(before: Layout, after: Layout) -> Table:
 
 
 def update_settings(layout: Layout, kept: torch.dtype, differences: bool) -> Tensor | None:
-    """How masters become what is encoded for those who keep weights in a dtype of STORES: int64
-    [segments, 3] as cuda/bindings/fill.h reads it; None: they stay as they are."""
+    """Return how masters become what is encoded for nodes that keep weights in a dtype of STORES:
+    int64 [segments, 3] as cuda/bindings/fill.h reads it; None: masters unchanged."""
     made: dict[object, Tensor | None] = layout.__dict__.setdefault("_update", {})
     if (kept, differences) not in made:
         rows = [[_change(s.codec, kept, differences), 0, 0] for s in layout.segments]
@@ -91,7 +91,8 @@ def _build(before: Layout | None, after: Layout | None) -> Table:
 
 
 def has_kernel(codec: Codec) -> bool:
-    """Whether the kernels know the codec; subclasses may change anything, so they do not count."""
+    """Return whether the kernels know the codec; subclasses may change anything, so they do not
+    count."""
     if type(codec) is RawCodec:
         return codec.dtype in DTYPES
     return type(codec) in (BlockCodec, NormalCodec)
@@ -120,7 +121,7 @@ def _row(old: Segment | None, new: Segment | None) -> list[int]:
 
 
 def _pack(codec: Codec) -> int:
-    """The eight bytes of `Codec` in cuda/layout/plan.h."""
+    """Return the eight bytes of `Codec` in cuda/layout/plan.h as an integer."""
     if isinstance(codec, RawCodec):
         return 1
     assert isinstance(codec, BlockCodec)
@@ -143,7 +144,7 @@ def _raw_dtype(codec: Codec) -> int:
 
 
 def signed(key: int) -> int:
-    """A 64-bit key as the int64 that an operator takes."""
+    """Return a 64-bit key as the int64 that an operator takes."""
     return key - 2**64 if key > _MAX_INT64 else key
 
 

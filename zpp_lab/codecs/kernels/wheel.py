@@ -34,7 +34,7 @@ AGAIN = f"install a wheel of {NAME} again, with --force-reinstall --no-deps"
 
 @dataclass(frozen=True)
 class Facts:
-    """What a wheel's library is."""
+    """What a wheel's library was built from and for."""
 
     version: str  # of the zpp_lab that it was made with
     digest: str  # of cuda/ and of how it is compiled (build.digest)
@@ -53,7 +53,8 @@ class Facts:
         return f"wheel {NAME} {self.version} (digest {self.digest[:12]}, {', '.join(self.archs)})"
 
     def misfit(self, digest: str, capability: tuple[int, int]) -> str | None:
-        """Why it cannot serve these sources, this torch and a GPU of `capability`."""
+        """Say why the library cannot serve these sources, this torch and a GPU of `capability`;
+        None if it can."""
         if self.digest != digest:
             return (
                 "it was built from other sources than this zpp_lab's, whose digest is "
@@ -69,7 +70,8 @@ class Facts:
         return None
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Code runs on later GPUs of its major version (90a on 9.0 alone), PTX on all later."""
+        """Return whether it has code for `capability`: code runs on later GPUs of its major version
+        (90a on 9.0 alone), PTX on all later."""
         for name in self.archs:
             own, kind = _arch(name) or ((0, 0), "")
             same = own == capability if kind == "a" else own[0] == capability[0]
@@ -84,7 +86,7 @@ def _arch(name: str) -> tuple[tuple[int, int], str] | None:
 
 
 def installed() -> tuple[Path, Facts] | None:
-    """The library of the wheel that is installed here. RuntimeError where it is not whole."""
+    """Return the library of the installed wheel; RuntimeError when the wheel is incomplete."""
     spec = importlib.util.find_spec(NAME)
     if spec is None or spec.origin is None:
         return None
@@ -97,7 +99,7 @@ def installed() -> tuple[Path, Facts] | None:
 
 
 def write(library: Path, facts: Facts, folder: Path) -> Path:
-    """A wheel in `folder`; the same library gives the same bytes."""
+    """Write a wheel into `folder`; the same library gives the same bytes."""
     tag = f"py3-none-{re.sub('[-.]', '_', sysconfig.get_platform())}"
     stem = f"{NAME}-{facts.version}"
     info = f"{stem}.dist-info"
@@ -139,7 +141,7 @@ def write(library: Path, facts: Facts, folder: Path) -> Path:
 
 
 def _licenses() -> Iterator[tuple[str, bytes]]:
-    """Of what is compiled into the library, where it is installed."""
+    """Yield the licenses of what is compiled into the library, where it is installed."""
     for package in ("zpp_lab", "nvidia-cutlass"):
         with contextlib.suppress(PackageNotFoundError):
             for file in files(package) or ():
