@@ -8,7 +8,7 @@ A recipe's steps are shorter, but after as many tokens its loss is a little high
 
 as multiples of those of the strongest uncompressed arm of the same call and link: plain FSDP2,
 FSDP2 resharded to the node, HSDP or a raw twin. Seconds are those of experiments/speed, gaps those
-of the study's arm that trains alike (tools/plan/search/limits.py).
+of the study's arm with the same training (tools/plan/search/limits.py).
 
 Extra tokens make up the gap: exp(gap / slope) - 1, with the nats that plain training gains per unit
 of log tokens at the gaps' budget. That slope depends on the shape of its curve, so it is a range
@@ -299,7 +299,7 @@ def as_csv(rows: Sequence[Row]) -> str:
     """Return a line for each row and place."""
     text = io.StringIO()
     ends = [f"{name}{end}" for name in ("more", "time") for end in ("", "_low", "_high")]
-    names = ["arm", "alike", "steps", "seeds", "gap", "shape", "link", *ends, "over_twin"]
+    names = ["arm", "gap_of", "steps", "seeds", "gap", "shape", "link", *ends, "over_twin"]
     writer = csv.DictWriter(text, names, lineterminator="\n", restval="")
     writer.writeheader()
     for row in rows:
@@ -308,7 +308,7 @@ def as_csv(rows: Sequence[Row]) -> str:
             line = dict(zip(ends, (f"{v:.5f}" for v in both), strict=True))
             line |= {"arm": row.arm, "shape": place[0], "link": place[1]}
             if loss := row.loss:
-                line |= {"alike": loss.arm, "steps": str(loss.steps), "seeds": str(len(loss.gaps))}
+                line |= {"gap_of": loss.arm, "steps": str(loss.steps), "seeds": str(len(loss.gaps))}
                 line["gap"] = f"{fmean(loss.gaps):.6f}"
             if place in row.over_twin:
                 line["over_twin"] = f"{row.over_twin[place].value:.5f}"
