@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
+from _pytest.logging import LogCaptureHandler
 
 from tests.small_runs import SHAPE, corpus
 from zpp_lab.cli.main import main
@@ -29,8 +32,16 @@ Said = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Hydra's --info and --multirun set up logging for the whole process."""
     monkeypatch.chdir(tmp_path)
+    root = logging.getLogger()
+    level, handlers = root.level, set(root.handlers)
+    yield
+    root.setLevel(level)
+    for handler in set(root.handlers) - handlers:
+        if not isinstance(handler, LogCaptureHandler):  # pytest's own come and go by themselves
+            root.removeHandler(handler)
 
 
 def said(capsys: Said, *words: str, code: int = 0) -> str:
@@ -99,7 +110,7 @@ def test_files_of_ones_own(tmp_path: Path, capsys: Said) -> None:
     assert "six: weights_forward" in said(capsys, "study", "both", *words, "--dry-run")
     sweep = ["train", "-m", *words, "recipe=six,w4", "--dry-run"]
     assert "recipe=six/seed1" in said(capsys, *sweep)
-    assert "no such recipe" in said(capsys, "train", "recipe=six", code=2)  # told once
+    assert "recipe=six" in said(capsys, "train", "recipe=six", code=2)  # told once
     (own / "recipe" / "w4.yaml").write_text("name: other")
     assert "conf/ has recipe/w4.yaml too" in said(capsys, *sweep, code=2)
     assert "nowhere" in said(capsys, "train", "--config-dir", "nowhere", code=2)
@@ -222,6 +233,30 @@ def test_a_plugin_that_is_not_there_is_named() -> None:
 
 def compose_sweep(*words: str) -> None:
     planned_sweep([*words, "seed=1,2"])
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "+hydra.sweeper.params.train.lr='0.1,0.2'",
+        "hydra.sweeper.params={train.lr: '0.1,0.2'}",
+        "+hydra.sweeper.params.seed='1,2'",
+    ],
+)
+def test_a_sweeps_parameters_are_words_of_their_own(word: str, capsys: Said) -> None:
+    for more in ([], ["--dry-run"]):
+        wrong = said(capsys, "train", "-m", "experiment=smoke", word, *more, code=2)
+        assert len(wrong.splitlines()) == 1
+        assert "hydra.sweeper.params" in wrong
+
+
+def test_a_file_may_set_a_sweeps_parameters(capsys: Said) -> None:
+    folder = Path("own/hydra/sweeper")
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("defaults: [basic]\nparams: {seed: '4,5'}\n")
+    words = ["train", "-m", "experiment=smoke", "hydra/sweeper=mine", "--config-dir", "own"]
+    for own, first in ([], 4), (["hydra.sweeper.params.seed='6,7'"], 6):
+        assert f"zeropp/seed{first}" in said(capsys, *words, *own, "--dry-run")
 
 
 @pytest.mark.slow

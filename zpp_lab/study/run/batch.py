@@ -321,6 +321,15 @@ def hydra_settings(words: Sequence[str]) -> DictConfig:
             composed = main.compose_config("config", list(words), run_mode=RunMode.MULTIRUN)
         except HydraException as error:
             raise ValueError(explain(error, list(words))) from None
+        except (AssertionError, AttributeError):  # omegaconf's, where no file has these
+            where = "hydra.sweeper.params"
+            word = next((w for w in words if setting_of(w).startswith(where)), None)
+            if word is None:
+                raise
+            raise ValueError(
+                f"{word}: {where} can be changed only where a file of --config-dir sets it: sweep "
+                "over the setting itself, such as train.lr=0.1,0.2"
+            ) from None
     return composed.hydra
 
 
