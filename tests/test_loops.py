@@ -292,7 +292,7 @@ def torchtitan(chosen: Config) -> list[float]:
     )
     names: dict[str, Any] = {"disable_fsdp_gradient_division": disable_fsdp_gradient_division}
     names |= {"register_train_spec": register_train_spec, "get_train_spec": lambda _: spec}
-    run_guide(3, chosen, replace=replace, **names)
+    run_guide(4, chosen, replace=replace, **names)
     job = JobConfig()
     job.model.name, job.model.flavor = "llama3_zeropp", "ours"
     job.job.dump_folder = chosen.run.dir

@@ -41,6 +41,7 @@ from zpp_lab.config.codec import Dtype
 from zpp_lab.config.compose import compose
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig
+from zpp_lab.engines.fsdp.hugging_face import mark
 from zpp_lab.engines.fsdp.loop import Loop
 from zpp_lab.engines.fsdp.mesh import Ranks
 from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
@@ -199,6 +200,7 @@ def shard(
         cast_inputs=True,
         ranks=picked,
     )
+    mark(model, picked.cluster.world)
     return Sharded(
         model, plan, wrapped, watchdog, Loop(model, wrapped, plans, device, group), picked.whole
     )

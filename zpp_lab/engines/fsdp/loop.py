@@ -40,6 +40,7 @@ from zpp_lab.engines.frozen import Marks, differing, mark, mark_sum
 from zpp_lab.engines.fsdp.base import added, own_rows
 from zpp_lab.engines.fsdp.comm import in_backward, managed, parameter_order, retrain
 from zpp_lab.engines.fsdp.gradients import on_forward
+from zpp_lab.engines.fsdp.hugging_face import refuse
 from zpp_lab.engines.fsdp.kept import Kept, on_ranks
 from zpp_lab.engines.fsdp.wrap import Wrapped
 from zpp_lab.engines.norm import squares
@@ -133,6 +134,8 @@ class Loop:
     def _before(self, module: nn.Module, *_: Any) -> None:
         if in_backward():
             return  # activation checkpointing computes a forward again
+        if not self.entered:
+            refuse()
         if torch.is_inference_mode_enabled() and module not in self.entered:
             raise RuntimeError(
                 f"{type(module).__name__} runs in torch.inference_mode() before it has run outside "

@@ -101,6 +101,9 @@ def wrap(
             offload_policy=offloading,
             reshard_after_forward=reshard,
         )
+        for module in modules:  # Trainer shifts labels by the class's name, which FSDP2 changes
+            kind = type(module)
+            kind.__name__ = kind.__bases__[1].__name__
     # a unit's first module speaks for all: FSDP2 has one state for them
     first = {name: modules[0] for name, modules in by_name.items()}
     sharded: dict[str, FSDPModule] = {n: m for n, m in first.items() if isinstance(m, FSDPModule)}
