@@ -29,15 +29,15 @@ RECIPES = {
 WORLD, BATCH, LENGTH, RATE = 2, 2, 12, 1e-2
 
 
-def rows(n: int) -> list[dict[str, Tensor]]:
-    """Records in which other numbers of tokens count."""
+def rows(n: int, classes: bool = False) -> list[dict[str, Tensor]]:
+    """Records in which other numbers of tokens count; `classes`: each has one label."""
     made = torch.Generator().manual_seed(1)
     found = []
     for i in range(n):
         inputs = torch.randint(64, (LENGTH,), generator=made)
         labels = inputs.clone()
         labels[: i % 7] = -100
-        found.append({"input_ids": inputs, "labels": labels})
+        found.append({"input_ids": inputs, "labels": inputs[0] % 2 if classes else labels})
     return found
 
 
@@ -67,7 +67,41 @@ def t5() -> Any:
     return T5ForConditionalGeneration(config)
 
 
-MODELS: dict[str, Callable[..., Any]] = {"llama": llama, "gpt2": gpt2, "t5": t5}
+def bert() -> Any:
+    """A classifier, which cannot generate."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    drops = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    return BertForSequenceClassification(
+        BertConfig(vocab_size=64, num_attention_heads=2, **shape, **drops)
+    )
+
+
+class Net(nn.Module):
+    """A module that is not of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in "ab")
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        logits = self.head(x)
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+MODELS: dict[str, Callable[..., Any]] = {
+    "llama": llama,
+    "gpt2": gpt2,
+    "t5": t5,
+    "bert": bert,
+    "net": Net,
+}
 
 
 def new(kind: str, name: str = "", seed: int = 0, **more: Any) -> tuple[Any, Any]:
@@ -97,16 +131,22 @@ def trainer(model: Any, folder: str = "out", kind: str = "Trainer", **more: Any)
         "report_to": "none",
         "disable_tqdm": True,
     }
+    classes = more.pop("classes", False)
     own = {k: more.pop(k) for k in ("compute_metrics", "model_init") if k in more}
     made = getattr(transformers, kind)(
         model,
         getattr(transformers, kind.replace("er", "ingArguments"))(folder, **args | more),
-        train_dataset=rows(40),
-        eval_dataset=rows(5),
+        train_dataset=rows(40, classes),
+        eval_dataset=rows(5, classes),
         **own,
     )
     made.remove_callback(PrinterCallback)
     return made
+
+
+def sync_each_batch(each: bool = True) -> dict[str, Any]:
+    """Fresh every time: Trainer writes into it."""
+    return {"gradient_accumulation_kwargs": {"sync_each_batch": each}}
 
 
 def logged(made: Any, key: str = "loss") -> list[float]:
@@ -145,6 +185,9 @@ def losses(kind: str, case: str, **other: Any) -> dict[str, Any]:
         more = (
             CASES[case] | other | {"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True}
         )
+        if more.pop("each", False):
+            more["accelerator_config"] = sync_each_batch()
+        more["classes"] = kind == "bert"
         # at larger rates AdamW amplifies rounding within 20 steps
         made = trainer(model, max_steps=20, learning_rate=2e-3, **more)
         made.train()
@@ -199,7 +242,7 @@ def bits(name: str, kind: str, each: bool) -> list[Any]:
             model,
             gradient_accumulation_steps=accumulate,
             max_grad_norm=0.1,
-            accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": each}},
+            accelerator_config=sync_each_batch(each),
         )
         made.train()
         ends = [weights(model)]
@@ -450,6 +493,7 @@ def adapted(name: str) -> list[list[float]]:
 FAST: dict[str, Callable[[], Any]] = {
     "losses llama smoothed": lambda: losses("llama", "smoothed"),
     "losses gpt2 accumulated": lambda: losses("gpt2", "accumulated"),
+    "losses bert": lambda: losses("bert", "smoothed", gradient_accumulation_steps=2),
     "bits loco llama": lambda: bits("loco", "llama", False),
     "bits zeropp gpt2 each": lambda: bits("zeropp", "gpt2", True),
     "accelerated zero3": lambda: accelerated("zero3"),
@@ -461,6 +505,7 @@ FAST: dict[str, Callable[[], Any]] = {
 }
 SLOW: dict[str, Callable[[], Any]] = {
     **{f"losses llama {case}": partial(losses, "llama", case) for case in CASES},
+    "losses net": lambda: losses("net", "accumulated", each=True),
     "autocast": lambda: losses("llama", "plain", bf16=True),
     "losses gpt2 smoothed": lambda: losses("gpt2", "smoothed"),
     "bits zero3 llama": lambda: bits("zero3", "llama", False),

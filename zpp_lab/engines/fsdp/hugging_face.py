@@ -13,25 +13,26 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def mark(model: nn.Module, ranks: int) -> None:
-    """Mark a model of transformers as one that was sharded at load time, over so many ranks.
+    """Mark a model as one that transformers has sharded over so many ranks.
 
-    Trainer then wraps nothing, reduces a step's gradients once, and saves whole weights; `generate`
-    runs equally often on all ranks.
+    Trainer then wraps nothing, and saves and loads whole weights of models of transformers.
     """
     for module in model.modules():  # the outermost, which peft may have wrapped
         if hasattr(type(module), "_is_distributed_loading_by_transformers"):
-            break
-    else:
-        return
-    from transformers.distributed import DistributedConfig
+            from transformers.distributed import DistributedConfig
 
-    own: Any = module
-    own._is_distributed_loading_by_transformers = own._is_fsdp_managed_module = True
-    before = getattr(own.config, "distributed_config", None) or DistributedConfig()
-    # from one rank it would save DTensors, which safetensors refuses
-    own.config.distributed_config = replace(before, fsdp_size=max(ranks, 2))
-    model.register_load_state_dict_pre_hook(_take_whole)
-    register_fsdp_forward_method(model, "generate")  # calls an encoder alone
+            own: Any = module
+            own._is_distributed_loading_by_transformers = True
+            before = getattr(own.config, "distributed_config", None) or DistributedConfig()
+            # from one rank it would save DTensors, which safetensors refuses
+            own.config.distributed_config = replace(before, fsdp_size=max(ranks, 2))
+            model.register_load_state_dict_pre_hook(_take_whole)
+            if hasattr(model, "generate"):  # which calls an encoder alone
+                register_fsdp_forward_method(model, "generate")
+            break
+    name = "is_distributed_loading_by_transformers"
+    if not hasattr(model, name):  # Trainer takes other modules too
+        setattr(model, name, True)
 
 
 def _take_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
