@@ -266,7 +266,7 @@ def _check_settings(recipe: RecipeConfig, wire: Wire, settings: CodecConfig) -> 
             "recipe.grads, or in rules that name wires (recipe.rules[i].wires)"
         )
     if codec.one_hop and recipe.two_hops:
-        cut = recipe.said("optimizer" if recipe.copied else "grads")
+        cut = recipe.setting("optimizer" if recipe.copied else "grads")
         raise ValueError(
             f"{place}: codec={settings.codec} is summed over all ranks before it is decoded: "
             + ("set recipe.hops=1" if recipe.hops == 2 else f"leave recipe.{cut} out")
@@ -309,7 +309,7 @@ def _check_shard(recipe: Recipe) -> None:
     """Parts that nodes have a copy of each need nodes, and ranks in them."""
     config, nodes, local = recipe.config, recipe.cluster.nodes, recipe.cluster.gpus_per_node
     part = "optimizer" if config.copied else "grads"
-    said = f"recipe.{config.said(part)}"
+    said = f"recipe.{config.setting(part)}"
     if (config.copied or recipe.node_sums) and (nodes == 1 or local == 1):
         raise ValueError(
             f"recipe {config.name}: {said} needs several nodes with several GPUs each, not "
@@ -378,7 +378,7 @@ def _check_weights(recipe: Recipe) -> None:
     if recipe.wire(FORWARD) == recipe.wire(BACKWARD):
         return
     if config.secondary or not config.again:
-        why = "recipe.secondary=true" if config.secondary else f"recipe.{config.said('weights')}"
+        why = "recipe.secondary=true" if config.secondary else f"recipe.{config.setting('weights')}"
         raise ValueError(
             f"recipe {config.name}: with {why} backward uses the forward's weights; set "
             "recipe.weights_backward like recipe.weights_forward, or leave it out"

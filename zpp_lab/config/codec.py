@@ -30,17 +30,18 @@ AboveZero = Annotated[float, Field(gt=0)]
 
 
 def need(ok: bool, message: str) -> None:
-    """ValueError with `message` unless `ok`."""
+    """Raise ValueError with `message` unless `ok`."""
     if not ok:
         raise ValueError(message)
 
 
 @dataclass(frozen=True, config=STRICT)
 class MemoryConfig:
-    """What the encoder of a gradient wire remembers; `codecs/kernels/memory.py` has the arithmetic.
+    """Settings of a gradient wire's error-feedback residual; `codecs/kernels/memory.py` has the
+    arithmetic.
 
-    A field at None is taken as of `CodecConfig`; in the end it is kind=none, store=bf16, decay=1,
-    average=0, reset_every=0 (never).
+    A field at None is taken from `base` as in `CodecConfig`; the final defaults are kind=none,
+    store=bf16, decay=1, average=0, reset_every=0 (never).
     """
 
     kind: Literal["none", "residual"] | None = None
@@ -55,11 +56,11 @@ class MemoryConfig:
         return self.kind not in (None, "none")
 
     def over(self, base: MemoryConfig) -> MemoryConfig:
-        """These settings, with `base` where one is None."""
+        """Return these settings, with those of `base` where one is None."""
         return MemoryConfig(**_over(self, base))
 
     def check(self) -> None:
-        """ValueError for settings of a memory that there is not."""
+        """ValueError for settings of a residual that is not asked for."""
         given = " and ".join(f"memory.{k}" for k, v in vars(self).items() if v is not None)
         need(
             self.kind is not None or not given,
@@ -69,16 +70,17 @@ class MemoryConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class CodecConfig:
-    """One wire's codec. In a recipe a wire takes a field left at None from `weights` or `grads`;
-    None there is the codec's own default: codec=block, block_size=256, symmetric=true,
-    rounding=nearest, scale_dtype=fp32, hadamard=0.
+    """One wire's codec.
 
-    `codec` is a registered name. Without one, `bits=None` means that the
-    tensor's own bytes are sent. `sham`, a control, sends them with noise added,
-    as large as the error of the block codec with the same settings. `normal`
-    is `block` with levels for normal numbers. `topk` sends the `keep` greatest
-    elements of each `block_size`, with `bits` in so many, else as they are. `options`
-    goes to codecs of other packages as keyword arguments.
+    In a recipe a wire takes a field left at None from `weights` or `grads`; None there is the
+    codec's own default: codec=block, block_size=256, symmetric=true, rounding=nearest,
+    scale_dtype=fp32, hadamard=0.
+
+    `codec` is a registered name. Without one, `bits=None` sends the tensor's own bytes. `sham`, a
+    noise control, sends them with noise as large as the error of the block codec with the same
+    settings. `normal` is `block` with levels for normal numbers. `topk` sends the `keep` greatest
+    elements of each `block_size`, quantized to `bits` or uncompressed. `options` goes to codecs of
+    other packages as keyword arguments.
     """
 
     codec: str | None = None
@@ -94,15 +96,15 @@ class CodecConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     def over(self, base: CodecConfig) -> CodecConfig:
-        """These settings, with `base` where one is None. `keep` is of one codec: another one does
-        not take it over."""
+        """Return these settings, with those of `base` where one is None. `keep` belongs to one
+        codec: another one does not take it over."""
         merged = _over(self, base)
         if self.codec not in (None, base.codec):
             merged["keep"] = self.keep
         return CodecConfig(**merged | {"memory": self.memory.over(base.memory)})
 
     def resolved(self) -> dict[str, Any]:
-        """What is sent: the codec and every setting that it heeds, defaults written out."""
+        """Return what is sent: the codec and every setting that it reads, defaults written out."""
         if self.raw:
             return {"codec": "none"}
         own = {name: value for name, value in vars(self).items() if name != "memory"}
@@ -124,7 +126,7 @@ class CodecConfig:
 
     @property
     def raw(self) -> bool:
-        """Whether the tensor's own bytes are sent as they are."""
+        """Whether the tensor's own bytes are sent uncompressed."""
         return self.codec == "none" or (self.codec in (None, "block") and self.bits is None)
 
     def check(self) -> None:
@@ -175,8 +177,8 @@ def _over(own: Any, base: Any) -> dict[str, Any]:
 
 
 def check_block(bits: int, block_size: int, hadamard: int, random_signs: bool | None) -> None:
-    """ValueError for settings that no codec of the family `block` has. Here, without torch, so that
-    a study's last arm is looked at before its first run starts."""
+    """ValueError for settings that no codec of the family `block` has. It needs no torch, so a
+    study's last arm is checked before its first run starts."""
     need(bits in BITS, f"bits={bits}: use one of {BITS}, or null to send uncompressed")
     need(block_size in BLOCK_SIZES, f"block_size={block_size}: use a power of two, {BLOCK_SIZES}")
     sizes, wide = HADAMARD_SIZES, f"hadamard={hadamard}"
@@ -186,14 +188,15 @@ def check_block(bits: int, block_size: int, hadamard: int, random_signs: bool | 
 
 
 def check_normal(bits: int, symmetric: bool, rounding: str) -> None:
-    """ValueError for what `normal`, beside the settings of `block`, does not have."""
+    """ValueError for what `normal`, beyond the settings of `block`, does not have."""
     need(bits in NORMAL_BITS, f"codec=normal, bits={bits}: use 2, 3 or 4, or codec=block")
     need(symmetric, "codec=normal, symmetric=false: set symmetric=true, or use codec=block")
     need(rounding == "nearest", f"codec=normal, rounding={rounding}: set rounding=nearest")
 
 
 def check_topk(keep: int, block_size: int, bits: int | None) -> None:
-    """ValueError for what no codec `topk` keeps. `bits`: of its values; None sends them as is."""
+    """ValueError for settings that `topk` does not have. `bits`: of its values; None:
+    uncompressed."""
     need(
         block_size in CHUNK_SIZES,
         f"codec=topk, block_size={block_size}: use a power of two, {CHUNK_SIZES}",
@@ -215,7 +218,7 @@ class ExemptConfig:
     """Parameters whose own bytes travel on every wire.
 
     A recipe's patterns must each match a parameter of the model; the default, by dimension alone,
-    is the same for every family. Of `model.lora.base_exempt` the default lists what several
+    is the same for every family. The default of `model.lora.base_exempt` lists what several
     families call their embeddings and heads, and may match in part.
     """
 

@@ -1,8 +1,8 @@
 """Configs through Hydra: conf/*.yaml plus overrides become one validated `Config`.
 
 Hydra's ConfigStore has the defaults of the dataclasses, as plain values: `load` checks types and
-names. Files of conf/ hold what differs.
-Which folder a run lives in, and whether the folder already holds another run.
+names. Files of conf/ hold what differs. `run_dir` and `check_same_run` choose and check a run's
+folder.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ OWNERS = {  # settings that only this engine or model heeds; of others `Config` 
 
 
 def _micro_steps(tokens: int, *, _root_: DictConfig) -> int:
-    """${micro_steps:TOKENS} of an experiment: the micro-steps by which a step has so many tokens,
-    whatever the cluster and the batch of a GPU are."""
+    """Resolve ${micro_steps:TOKENS} of an experiment: the micro-steps by which a step has so many
+    tokens, for any cluster and batch of a GPU."""
     cluster, train = _root_.cluster, _root_.train
     ranks = cluster.nodes * cluster.gpus_per_node
     each = ranks * train.batch_size * _root_.data.seq_len
@@ -92,24 +92,25 @@ OmegaConf.register_new_resolver("micro_steps", _micro_steps, replace=True)
 
 
 def bare_model(overrides: Sequence[str]) -> str:
-    """What to tell of a large model's shape alone, without an experiment; "" else."""
-    words = {setting_of(word): word.partition("=")[2] for word in overrides}
-    whole = EXPERIMENTS.get(words.get("model", ""))
-    if whole is None or "experiment" in words or any(key.startswith("train.") for key in words):
+    """Say that a large model's shape was chosen without an experiment; "" else."""
+    chosen = {setting_of(one): one.partition("=")[2] for one in overrides}
+    whole = EXPERIMENTS.get(chosen.get("model", ""))
+    if whole is None or "experiment" in chosen or any(key.startswith("train.") for key in chosen):
         return ""
     return (
-        f"model={words['model']} sets the model's shape alone; batch size, learning rate and "
+        f"model={chosen['model']} sets the model's shape alone; batch size, learning rate and "
         f"steps stay those of a tiny run: experiment={whole} sets all of them"
     )
 
 
 def compose(overrides: list[str]) -> Config:
-    """The run that `zpp-lab train <overrides>` would do; ValueError lists the valid names."""
-    overrides = [readable(word) for word in overrides]
-    for word in overrides:
-        if word.startswith(("hydra.", "hydra/", "+hydra.", "+hydra/")):
+    """Compose the run that `zpp-lab train <overrides>` would do; ValueError lists the valid
+    names."""
+    overrides = [readable(override) for override in overrides]
+    for override in overrides:
+        if override.startswith(("hydra.", "hydra/", "+hydra.", "+hydra/")):
             raise ValueError(
-                f"{word}: Hydra's own settings work only with -m; leave it out, or add -m"
+                f"{override}: Hydra's own settings work only with -m; leave it out, or add -m"
             )
     try:
         composed = _composed(overrides)
@@ -120,9 +121,12 @@ def compose(overrides: list[str]) -> Config:
 
 
 def _composed(overrides: list[str]) -> DictConfig:
-    """As Hydra composes: files first, then values in their order. Hydra reads all of its own files
-    each time, in a tenth of a second, and the arms of a study mostly choose the same files. What
-    is more than choices and values is left to Hydra whole, and so is every mistake."""
+    """Compose as Hydra does: files first, then values in their order.
+
+    Hydra reads all of its own files each time, in a tenth of a second, and the arms of a study
+    mostly choose the same files, so those are cached. Anything but choices and values goes to
+    Hydra, and so does every mistake.
+    """
     own, folder = own_files(), str(conf_dir())
     parsed = OverridesParser.create().parse_overrides(overrides)
     if swept := next((o.input_line for o in parsed if o.is_sweep_override()), ""):
@@ -142,9 +146,9 @@ def _composed(overrides: list[str]) -> DictConfig:
 
 
 def own_files() -> list[str]:
-    """The override by which Hydra reads the folder of one's own as well (`conf_dirs`). ValueError
-    where --config-dir names none, or one with a file that conf/ has, which Hydra would read in its
-    place."""
+    """Return the override by which Hydra reads the user's folder as well (`conf_dirs`). ValueError
+    where --config-dir names none, or one with a file that conf/ has, which Hydra would read
+    instead."""
     named = bool(os.environ.get(OWN_CONF))
     for folder in conf_dirs()[1:]:
         if not folder.is_dir():
@@ -169,10 +173,10 @@ _files = lru_cache(maxsize=64)(_by_hydra)
 
 
 def _check_heeded(composed: DictConfig, overrides: Sequence[str]) -> None:
-    """ValueError for a setting that would change nothing: of another engine or model, or a beta2
-    beside its half-life. Behind ++ one of another engine is taken, so that several engines can be
-    given the same words."""
-    given = {word.partition("=")[0] for word in overrides}
+    """ValueError for a setting without effect: of another engine or model, or a beta2 next to its
+    half-life. Behind ++ a setting of another engine is accepted, so that several engines can be
+    given the same overrides."""
+    given = {override.partition("=")[0] for override in overrides}
     for name in sorted(name[1:] for name in given if re.fullmatch(r"~\w+", name)):
         if name in {field.name for field in fields(Config)}:
             raise ValueError(
@@ -199,7 +203,7 @@ def _check_heeded(composed: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def to_config(composed: DictConfig) -> Config:
-    """A composed Hydra config as a validated `Config`."""
+    """Turn a composed Hydra config into a validated `Config`."""
     try:
         values: Any = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
@@ -209,7 +213,7 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def explain(error: Exception, overrides: list[str]) -> str:
-    """Hydra's complaint in our words: an override it cannot read, an unknown key or option."""
+    """Reword Hydra's error: an override it cannot parse, an unknown key or option."""
     for override in overrides:
         if _parsed(override) is None:
             return (
@@ -244,15 +248,15 @@ def explain(error: Exception, overrides: list[str]) -> str:
         return f"+{again[1]}: this setting exists already; leave out the +"
     if "Error merging" in str(error):
         values = (o for o in map(_parsed, overrides) if o and not _is_group(o.key_or_group))
-        if told := next(filter(None, map(_misfit, values)), ""):
-            return told
+        if fault := next(filter(None, map(_misfit, values)), ""):
+            return fault
     text = str(error).split("\nConfig search path")[0]
     return "; ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 def _misfit(override: Override) -> str:
-    """What to write where an override's value is of another kind than its setting, a mapping for a
-    list say; "" where it is not."""
+    """Say what to write where an override's value has another type than its setting, such as a
+    mapping for a list; "" where it fits."""
     *parents, last = override.key_or_group.split(".")
     if places := [i for i, part in enumerate([*parents, last]) if part.isdigit()]:
         whole = ".".join(parents[: places[0]])
@@ -269,7 +273,7 @@ def _misfit(override: Override) -> str:
 
 
 def _unknown_option(group: str, name: str) -> str:
-    """The message for a file that a group of conf/ does not have."""
+    """Build the message for a file that a group of conf/ does not have."""
     chosen, slash, rest = group.partition("/")
     a_path = rest[:1] == "." or not _is_group(group)  # Hydra splits it elsewhere
     if slash and chosen != "hydra" and _is_group(chosen) and a_path:
@@ -279,8 +283,8 @@ def _unknown_option(group: str, name: str) -> str:
             f"{chosen}={path}: expected a name, not a path; put the file at "
             f"DIR/{chosen}/{path.stem}.yaml, and add --config-dir DIR {chosen}={path.stem}{own}"
         )
-    if word := PLUGINS.get(f"{group}/{name}"):
-        return f"{group}={name} needs a plugin of Hydra's: pip install 'zpp_lab[{word}]'"
+    if extra := PLUGINS.get(f"{group}/{name}"):
+        return f"{group}={name} needs a plugin of Hydra's: pip install 'zpp_lab[{extra}]'"
     if folder := EXAMPLES.get(f"{group}/{name}"):
         return (
             f"{group}={name} is a plugin; in a checkout: pip install ./{folder}, and add "
@@ -317,7 +321,7 @@ def _unknown_key(overrides: list[str]) -> str | None:
 
 
 def _is_group(key: str) -> bool:
-    """Whether files of conf/ have the settings, as of lora."""
+    """Return whether `key` is a group of conf/, such as lora."""
     return any((folder / key).is_dir() for folder in conf_dirs())
 
 
@@ -326,7 +330,7 @@ def study_names() -> list[str]:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    """What a study's file holds; ValueError that names the file when that is no study."""
+    """Read a study's file; ValueError that names the file when it holds no study."""
     values = parse_yaml(path, "correct it, or name another file")
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a mapping with name, question, arms and seeds")
@@ -339,11 +343,11 @@ def _mapping(path: Path) -> dict[str, Any]:
 def load_study(
     name: str, changes: dict[str, Any] | None = None, overrides: Sequence[str] = ()
 ) -> StudyConfig:
-    """The study of conf/study/NAME.yaml, or of a YAML file named by its path.
+    """Load the study of conf/study/NAME.yaml, or of a YAML file named by its path.
 
-    Arms written as a grid are expanded, and what it `extends` is there; with `only` it has those
-    of them that are named, and no composite that names another. NAME_mini is its rehearsal, by
-    conf/mini.yaml. `changes` replace the study's own settings; `overrides` go to every run.
+    Arms written as a grid are expanded, and `extends` is resolved; with `only` it has the arms
+    named there, and no composite of others. NAME_mini is its rehearsal, by conf/mini.yaml.
+    `changes` replace the study's own settings; `overrides` go to every run.
     """
     whole = _rehearsed(name)
     values = _inherited(_study_path(whole or name))
@@ -367,7 +371,7 @@ def load_study(
 
 
 def _choose(name: str, values: dict[str, Any], only: list[str] | None) -> None:
-    """The arms of `values`, expanded, and of these those in `only`."""
+    """Expand the arms of `values` and keep those in `only`."""
     arms = values["arms"] = expand_arms(values.get("arms"))
     if only is None:
         return
@@ -387,11 +391,11 @@ def _choose(name: str, values: dict[str, Any], only: list[str] | None) -> None:
 
 
 def _check_heard(study: StudyConfig, overrides: Sequence[str]) -> None:
-    """ValueError for a setting that every arm, and every run before the arms, sets again, so that
-    no run would have it, and for hardware where one has its own."""
+    """ValueError for a setting that every arm and prepared run sets again, so that no run would
+    have it, and for hardware where one has its own."""
     arms = ([*study.start_overrides, *arm.overrides] for arm in study.arms)
     runs = [*arms, *(one.overrides for one in study.prepare)]
-    by_run = [{setting_of(word) for word in own} for own in runs]
+    by_run = [{setting_of(override) for override in own} for own in runs]
     if "hardware" in map(setting_of, overrides):
         names = [*(arm.name for arm in study.arms), *(one.name for one in study.prepare)]
         for name, own in zip(names, by_run, strict=True):
@@ -400,49 +404,49 @@ def _check_heard(study: StudyConfig, overrides: Sequence[str]) -> None:
                     f"hardware: {name} of study {study.name} sets {place} already: leave hardware "
                     f"out, or write your own study (extends: {study.name})"
                 )
-    for word in overrides:
-        if all(setting_of(word) in own for own in by_run):
+    for override in overrides:
+        if all(setting_of(override) in own for own in by_run):
             raise ValueError(
-                f"{word}: every arm of study {study.name} sets {setting_of(word)} already; write "
+                f"{override}: every arm of study {study.name} sets this already; write "
                 f"a study with your own arms (extends: {study.name}), or train one run with "
                 "zpp-lab train"
             )
 
 
 def _rehearsed(name: str) -> str:
-    """The study whose rehearsal has this name; "" where it is none's."""
+    """Return the study whose rehearsal has this name; "" for other names."""
     whole = name.removesuffix("_mini")
     return whole if name not in (there := study_names()) and whole in there else ""
 
 
 def _as_rehearsal(values: dict[str, Any], whole: str, name: str) -> dict[str, Any]:
-    """What a study's rehearsal has in its place; it reads and writes folders of its own."""
+    """Return what a study's rehearsal replaces; it reads and writes folders of its own."""
     mini, shape = _mapping(conf_dir() / "mini.yaml"), {f"model.{field}" for field in _SHAPE}
     own = [str(w).replace(f"runs/{whole}_", f"runs/{name}_") for w in values.get("overrides", [])]
-    own = [word for word in own if setting_of(word) not in shape]
+    own = [override for override in own if setting_of(override) not in shape]
     return mini | {"name": name, "overrides": [*own, *mini["overrides"]]}
 
 
 def _shorten(arms: Any, overrides: Sequence[str]) -> None:
-    """Shorten a rehearsal's arms that say how long they are: the shortest takes as many steps as
-    the rehearsal, the others in proportion. Warm-up and evaluations are the rehearsal's."""
+    """Shorten a rehearsal's arms that set their length: the shortest takes as many steps as the
+    rehearsal, the others in proportion. Warm-up and evaluations are the rehearsal's."""
     listed = arms if isinstance(arms, list) else []
     own = [a for a in listed if isinstance(a, dict) and isinstance(a.get("overrides"), list)]
     few, steps = _steps(overrides), [_steps(arm["overrides"]) for arm in own]
     shortest = min(filter(None, steps), default=0)
     for arm, long in zip(own, steps, strict=True):
-        rest = [word for word in arm["overrides"] if setting_of(str(word)) not in _LENGTH]
+        rest = [one for one in arm["overrides"] if setting_of(str(one)) not in _LENGTH]
         arm["overrides"] = [*rest, *([f"train.steps={long * few // shortest}"] if long else [])]
 
 
 def _steps(overrides: Sequence[Any]) -> int:
-    """The last train.steps among `overrides`; 0 for none."""
-    found = [re.fullmatch(r"train\.steps=(\d+)", str(word)) for word in overrides]
+    """Return the last train.steps among `overrides`; 0 for none."""
+    found = [re.fullmatch(r"train\.steps=(\d+)", str(override)) for override in overrides]
     return next((int(match[1]) for match in reversed(found) if match), 0)
 
 
 def _study_path(name: str) -> Path:
-    """The file that a study's name or path means; ValueError when there is none."""
+    """Return the file that a study's name or path means; ValueError when there is none."""
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
         if not path.is_file():
@@ -465,8 +469,8 @@ def _study_path(name: str) -> Path:
 
 
 def _inherited(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A study's mapping. With `extends: STUDY` it is that study's with this one's keys in place
-    of its own; overrides are added, arms replaced by name or added, those in `without` left out."""
+    """Return a study's mapping, `extends: STUDY` resolved: this file's keys replace that study's,
+    overrides are appended, arms are replaced by name or added, those in `without` left out."""
     values = _mapping(path)
     if "extends" not in values:
         return values
@@ -492,7 +496,8 @@ def _inherited(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _by_name(path: Path, arms: Any) -> dict[str, list[Any]]:
-    """Grids go by the name that they give their arms, which several of one file may share."""
+    """Group arms by name; grids go by the name that they give their arms, which several may
+    share."""
     if not isinstance(arms, list) or not all(isinstance(a, dict) and "name" in a for a in arms):
         raise ValueError(f"{path}: arms: use a list of mappings, each with a name")
     named: dict[str, list[Any]] = {}
@@ -502,7 +507,8 @@ def _by_name(path: Path, arms: Any) -> dict[str, list[Any]]:
 
 
 def run_dir(config: Config) -> Path:
-    """`run.dir`, or runs/<recipe>/seed<seed>; ValueError when no folder can have that name."""
+    """Return `run.dir`, or runs/<recipe>/seed<seed>; ValueError when no folder can have that
+    name."""
     if config.run.dir:
         return Path(config.run.dir)
     check_recipe_name(config.recipe.name)
@@ -518,7 +524,7 @@ def check_recipe_name(name: str) -> None:
 
 
 def has_ended(config: Config) -> bool:
-    """Whether the run has its summary, which another start only returns."""
+    """Return whether the run has its summary, which another start only returns."""
     return config.run.resume and (run_dir(config) / "summary.json").is_file()
 
 

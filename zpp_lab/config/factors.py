@@ -32,10 +32,10 @@ _PLACE = re.compile(r"\{([\w.]+)\}")
 
 
 def expand_arms(arms: Any) -> Any:
-    """The arms of a study's YAML file, each grid replaced by its combinations, in order.
+    """Expand each grid among the arms of a study's YAML file into its combinations, in order.
 
-    What is no list of mappings is returned as it is: `config.load` explains it.
-    ValueError for a factor without levels and for a name that the levels do not tell apart.
+    Anything but a list of mappings is returned unchanged: `config.load` explains it. ValueError for
+    a factor without levels and for a name that does not contain every factor.
     """
     if not isinstance(arms, list) or not all(isinstance(arm, Mapping) for arm in arms):
         return arms
@@ -111,5 +111,5 @@ def _fill(arm: str, text: str, levels: Mapping[str, Any]) -> str:
 
 
 def _text(level: Any) -> str:
-    """A level in overrides and names; a string is Hydra's own words, such as [2,4]."""
+    """Write a level as in overrides and names; a string is Hydra's own notation, such as [2,4]."""
     return level if isinstance(level, str) else written(level)

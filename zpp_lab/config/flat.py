@@ -48,9 +48,9 @@ _BEGINS = ("run.start_from", "run.memory")
 
 
 def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
-    """Every setting of `config`; one that a stored mapping lacks has today's default, which is what
-    it did before there was a choice. One that is gone, with a value that did what is done without
-    it, is left out."""
+    """Return every setting of `config` by its dotted name. A setting that a stored mapping lacks
+    has today's default, which is how it behaved before there was a choice; a removed one without
+    effect is left out."""
     if isinstance(config, Config):
         return _completed(flatten(asdict(config)), "recipe.")
     stored = {k: v for k, v in flatten(_settings(config)).items() if not outdated(k, v)}
@@ -58,7 +58,7 @@ def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_config(config: Mapping[str, Any]) -> Config:
-    """What a run's config.yaml holds, as `load` has it."""
+    """Load a run's config.yaml."""
     if not isinstance(config, Mapping):
         return load(Config, config)
     settings, recipe = _settings(config), config.get("recipe")
@@ -67,7 +67,7 @@ def stored_config(config: Mapping[str, Any]) -> Config:
 
 
 def stored_recipe(recipe: Mapping[str, Any]) -> RecipeConfig:
-    """What the recipe in a run's config.yaml holds, as `load` has it."""
+    """Load the recipe of a run's config.yaml."""
     return load(RecipeConfig, _completed(recipe))
 
 
@@ -76,8 +76,8 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _completed(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A recipe's settings, flat or nested, where a rule for every wire that there was is one for
-    every wire that there is."""
+    """Return a recipe's settings, flat or nested, where a rule for all former wires is one for all
+    wires."""
     fifth = f"{prefix}sharding.weights" in flatten(dict(recipe))
     every = [EVERY_WIRE] if fifth else [EVERY_WIRE, _FOUR]
     names = [name for key in _RULED if recipe.get(name := prefix + key)]
@@ -93,19 +93,20 @@ def with_wires(value: Any, every: Sequence[Any], now: Any) -> Any:
 
 
 def every_setting(config: Config) -> dict[str, Any]:
-    """A run's settings, and under `wires` what each wire carries in the end, short-hands, rules and
-    defaults resolved: in a phase's turn where there are several. A record; nothing reads it."""
+    """Return a run's settings, and under `wires` what each wire carries in the end, short-hands,
+    rules and defaults resolved: phase by phase where there are several. A record; nothing reads
+    it."""
     phases = [(phase.first, phase.config.recipe) for phase in config.phases]
     wires = {
-        (f"after {first}" if first else ""): {w: _told(recipe, w) for w in recipe.wires}
+        (f"after {first}" if first else ""): {w: _on_wire(recipe, w) for w in recipe.wires}
         for first, recipe in phases
     }
     return {**asdict(config), DERIVED: wires.pop("") | wires}
 
 
 def changed_settings(now: Any, usual: Any = None) -> dict[str, Any]:
-    """The settings of a dataclass, `Config` say, that differ from `usual` (None: their defaults),
-    as a nested mapping: `load` makes the same of it."""
+    """Return the settings of a dataclass that differ from `usual` (None: their defaults), as a
+    nested mapping from which `load` builds the same."""
     found = {}
     for field in fields(now):
         value, default = getattr(now, field.name), getattr(usual, field.name, field.default)
@@ -123,8 +124,8 @@ def _changed(value: Any, default: Any) -> Any:
 
 
 def carried(config: Config) -> str:
-    """What the wires carry, in a line: alike ones together, raw ones left out. What a rule brings
-    says first whose it is."""
+    """Describe in a line what the wires carry: equal ones together, raw ones left out. What a rule
+    brings begins with the rule's parameters."""
     groups: dict[str, list[str]] = {}
     for wire in config.recipe.wires:
         for i, sent in enumerate(_sent(config.recipe, wire)):
@@ -134,14 +135,14 @@ def carried(config: Config) -> str:
     return "; ".join(f"{', '.join(wires)} {text}" for text, wires in groups.items())
 
 
-def _told(recipe: RecipeConfig, wire: Wire) -> dict[str, Any]:
+def _on_wire(recipe: RecipeConfig, wire: Wire) -> dict[str, Any]:
     own, *ruled = _sent(recipe, wire)
     return own | ({"rules": ruled} if ruled else {})
 
 
 def _sent(recipe: RecipeConfig, wire: Wire) -> list[dict[str, Any]]:
-    """What a wire carries of all parameters, then of those of each rule, which it names; the last
-    that fits holds. A rule that changes nothing is left out."""
+    """Return what a wire carries for all parameters, then for those of each rule, which it names;
+    the last match holds. A rule that changes nothing is left out."""
     own, usual = recipe.wire(wire), RuleConfig()
     sent = [own.resolved()]
     for rule in (rule for rule in recipe.rules if rule.holds_on(wire)):
@@ -156,8 +157,8 @@ def _sent(recipe: RecipeConfig, wire: Wire) -> list[dict[str, Any]]:
 
 
 def quantizes(flat: Mapping[str, Any]) -> bool:
-    """Whether a run's settings (`flat_config`) put a codec on a wire, by a rule or in a phase as
-    well."""
+    """Return whether a run's settings (`flat_config`) put a codec on a wire, also by a rule or in a
+    phase."""
     of_wires = (v for k, v in flat.items() if k.startswith("recipe.") and k.endswith(_CODEC))
     return bool(flat.get("recipe.rules") or flat.get("recipe.phases")) or any(
         value is not None for value in of_wires
@@ -165,18 +166,18 @@ def quantizes(flat: Mapping[str, Any]) -> bool:
 
 
 def differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Dotted names that differ, apart from those that change no numbers."""
+    """Return the dotted names that differ, apart from those that change no numbers."""
     keys = sorted(set(before) | set(now))
     return [k for k in keys if before.get(k) != now.get(k) and not is_free(k)]
 
 
 def is_free(key: str) -> bool:
-    """Whether the setting changes no numbers."""
+    """Return whether the setting changes no numbers."""
     return key not in _BEGINS and any(key == name or key.startswith(name + ".") for name in FREE)
 
 
 def flatten(values: Any, prefix: str = "", join: str = ".") -> dict[str, Any]:
-    """{"a": {"b": 1}} → {"a.b": 1}; lists are values."""
+    """Flatten {"a": {"b": 1}} into {"a.b": 1}; lists are values."""
     if not isinstance(values, dict) or not values:
         return {prefix: values} if prefix else {}
     out: dict[str, Any] = {}
@@ -186,22 +187,22 @@ def flatten(values: Any, prefix: str = "", join: str = ".") -> dict[str, Any]:
 
 
 def run_name(config: Mapping[str, Any]) -> str:
-    """The user's own, or arm and seed."""
+    """Return the user's name for a run, or its arm and seed."""
     return (config.get("run") or {}).get("name") or f"{arm_of(config)} seed{config.get('seed')}"
 
 
 def arm_of(config: Mapping[str, Any]) -> str:
-    """The one that a study or a sweep gave it, or what its recipe is called."""
+    """Return the arm that a study or a sweep named, or what its recipe is called."""
     return (config.get("run") or {}).get("arm") or arm_name(config)
 
 
 def arm_name(
     config: Config | Mapping[str, Any], varying: Collection[str] = (), name: str | None = None
 ) -> str:
-    """What a run is called beside runs that differ from it in `varying`, by default for its recipe.
+    """Name a run among runs that differ from it in `varying`, by default for its recipe.
 
-    A recipe that is not what its file says tells where, such as "zero3 weights.bits=4": the name
-    alone would say that there is no codec.
+    A recipe that differs from its file says where, such as "zero3 weights.bits=4": the name alone
+    would say that there is no codec.
     """
     settings = heeded(config)
     usual = {} if name else as_written(str(settings["recipe.name"]))
@@ -215,7 +216,7 @@ def arm_name(
 
 
 def _shown(key: str, value: Any) -> str:
-    """A setting's value in one word."""
+    """Show a setting's value without spaces."""
     if key == "recipe.rules":
         value = [_rule(rule) for rule in value or ()]
     if key == "recipe.phases":
@@ -226,23 +227,23 @@ def _shown(key: str, value: Any) -> str:
 
 
 def _rule(rule: Mapping[str, Any]) -> str:
-    """Whose parameters, and their bits or codec; a hash stands for what else it says."""
+    """Show a rule's parameters, and their bits or codec; a hash stands for its other settings."""
     every = flatten(asdict(RuleConfig()))
-    said = {k: v for k, v in flatten(dict(rule)).items() if v != every.get(k)}
-    name = said.pop("name", every["name"])
-    key = next((k for k in ("exempt", "set.bits", "set.codec") if k in said), None)
-    what = said.pop(key) if key else RAW
-    more = f"~{_hash(sorted(said.items()))}" if said else ""
+    given = {k: v for k, v in flatten(dict(rule)).items() if v != every.get(k)}
+    name = given.pop("name", every["name"])
+    key = next((k for k in ("exempt", "set.bits", "set.codec") if k in given), None)
+    what = given.pop(key) if key else RAW
+    more = f"~{_hash(sorted(given.items()))}" if given else ""
     return f"{name}:{RAW if key == 'exempt' else what}{more}"
 
 
 def _phase(phase: Mapping[str, Any]) -> str:
-    """From when on, and what it sets."""
+    """Show when a phase begins, and what it sets."""
     parts = []
     for key, value in phase.items():
         if isinstance(value, Mapping):
-            said = {k: v for k, v in flatten(dict(value)).items() if v is not None}
-            parts += [f"{key}.{k}={v}" for k, v in said.items()] or [f"{key}={RAW}"]
+            given = {k: v for k, v in flatten(dict(value)).items() if v is not None}
+            parts += [f"{key}.{k}={v}" for k, v in given.items()] or [f"{key}={RAW}"]
         elif key != "after" and value is not None:
             parts.append(f"{key}={_shown(f'recipe.{key}', value)}")
     return f"{phase['after']}:{'+'.join(parts)}"
@@ -253,7 +254,7 @@ def _hash(what: object) -> str:
 
 
 def within(most: int, text: str) -> str:
-    """`text`, of which a hash stands for what is more than so many characters."""
+    """Shorten `text` to `most` characters, with a hash for the rest."""
     if len(text) <= most:
         return text
     end = f" more={_hash(text)}"
@@ -263,8 +264,9 @@ def within(most: int, text: str) -> str:
 
 
 def heeded(config: Config | Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings without those that nothing heeds: a block of no codec. A sweep over bits
-    that include null and over blocks has one baseline, not one for each block."""
+    """Return a run's settings with unused codec settings at their defaults, such as a block without
+    bits. So a sweep over bits that include null and over blocks has one baseline, not one for each
+    block."""
     flat = flat_config(config)
     if quantizes(flat):
         return flat
@@ -274,13 +276,13 @@ def heeded(config: Config | Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _plain() -> dict[str, Any]:
-    """The settings of a recipe that says nothing."""
+    """Return the settings of a recipe that sets nothing."""
     return {k: v for k, v in flatten(asdict(Config())).items() if k.startswith("recipe.")}
 
 
 @cache
 def as_written(recipe: str) -> dict[str, Any]:
-    """The settings of conf/recipe/NAME.yaml; {} for a recipe that has no file."""
+    """Return the settings of conf/recipe/NAME.yaml; {} for a recipe that has no file."""
     files = [folder / "recipe" / f"{recipe}.yaml" for folder in conf_dirs()]
     file = next((path for path in files if path.is_file()), None)
     if file is None:

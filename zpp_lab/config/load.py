@@ -1,6 +1,6 @@
 """Nested mappings as validated dataclasses, with messages that name the place and the choices.
 
-Values as words of a command line, in the grammar of Hydra's overrides.
+`written` and `quote` write values in the grammar of Hydra's overrides.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ T = typing.TypeVar("T")
 
 @dataclass(frozen=True)
 class Removed:
-    """A setting of former versions. kept: its values that meant what is done without it, which
-    what was written then may still say; None: all."""
+    """A setting of former versions. kept: values that had no effect, which files of then may still
+    hold; None: all."""
 
     when: str
     instead: str
@@ -62,7 +62,7 @@ ELSEWHERE = {  # names of settings in other training programs → ours
 
 
 def outdated(name: str, value: Any) -> bool:
-    """Whether the setting of this dotted name is gone, and `value` is no reason to stop."""
+    """Return whether the setting of this dotted name is gone, and `value` had no effect."""
     gone = REMOVED.get(name)
     return gone is not None and (gone.kept is None or value in gone.kept)
 
@@ -93,7 +93,7 @@ def load(cls: type[T], values: Mapping[str, Any]) -> T:
 
 
 def _absent(cls: type, error: ValidationError) -> list[str]:
-    """What is missing, apart from what an unknown name beside it was meant to be."""
+    """Return what is missing, apart from what an unknown name next to it was meant to be."""
     faults = error.errors()
     unknown = [e["loc"] for e in faults if e["type"] == "unexpected_keyword_argument"]
     absent = []
@@ -105,7 +105,7 @@ def _absent(cls: type, error: ValidationError) -> list[str]:
 
 
 def _misplaced(cls: type, values: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[str, bool]]:
-    """Every true or false where a number belongs, which Python takes for 1 or 0."""
+    """Yield every true or false where a number belongs, which Python takes for 1 or 0."""
     if isinstance(values, Mapping):
         inner = [(str(key), value) for key, value in values.items()]
     elif isinstance(values, list):
@@ -161,7 +161,7 @@ _LIMITS = {
 
 
 def _expected(error: Any) -> str:
-    """What a setting takes, from pydantic's complaint."""
+    """Say what a setting takes, from pydantic's error."""
     if error["type"] == "literal_error":
         return str(error["ctx"]["expected"])
     if error["type"] in _LIMITS:
@@ -170,8 +170,8 @@ def _expected(error: Any) -> str:
 
 
 def unknown_key(cls: type, place: str, groups: Iterable[str] = ()) -> str:
-    """The message for a dotted key that `cls` does not have. groups: names that stand for settings
-    at the top level without being one."""
+    """Build the message for a dotted key that `cls` does not have. groups: names valid at the top
+    level without being settings."""
     if gone := REMOVED.get(place):
         return f"{place} was removed in {gone.when}; {gone.instead}"
     *parents, key = place.split(".")
@@ -185,16 +185,16 @@ def unknown_key(cls: type, place: str, groups: Iterable[str] = ()) -> str:
 
 
 def _meant(cls: type, place: str, key: str, valid: Sequence[str]) -> list[str]:
-    """What the unknown `place` may stand for, the likeliest first: what other programs call so, a
-    setting of another group with the same last name or a part of it (lora_rank, dtype, grad_clip),
-    or one with a similar name. key: the first part of `place` that is unknown; `valid`: the names
-    that stand there."""
+    """Guess what the unknown `place` stands for, the likeliest first: the name that other programs
+    use, a setting of another group with the same last name or a part of it (lora_rank, dtype,
+    grad_clip), or one with a similar name. key: the first part of `place` that is unknown; `valid`:
+    the names that stand there."""
     last, settings = place.rpartition(".")[2], _settings(cls)
-    usual = {word: names for word, names in ELSEWHERE.items() if set(names) <= set(settings)}
-    for word in dict.fromkeys((last, key)):
-        if word in usual:
-            return list(usual[word])
-        if word == last:
+    usual = {name: names for name, names in ELSEWHERE.items() if set(names) <= set(settings)}
+    for name in dict.fromkeys((last, key)):
+        if name in usual:
+            return list(usual[name])
+        if name == last:
             leaves = {name: name.rpartition(".")[2] for name in settings}
             there = [name for name, leaf in leaves.items() if leaf == last]
             there = there or [n for n in settings if n.replace(".", "_").endswith(f"_{last}")]
@@ -204,7 +204,7 @@ def _meant(cls: type, place: str, key: str, valid: Sequence[str]) -> list[str]:
     near = {name: _likeness(key, name) for name in valid}
     if last == key:  # a whole setting, which may be of another group
         near = {name: _likeness(key, leaf) - 0.05 for name, leaf in leaves.items()} | near
-        near |= {word: _likeness(key, word) for word in usual}
+        near |= {name: _likeness(key, name) for name in usual}
     best = max(near, key=lambda name: near[name], default="")
     if near.get(best, 0.0) >= 0.6:
         return list(usual.get(best, [best]))
@@ -216,7 +216,7 @@ def _likeness(one: str, other: str) -> float:
 
 
 def _settings(cls: type, prefix: str = "") -> list[str]:
-    """The dotted names of all settings below `cls`, without those in lists."""
+    """Return the dotted names of all settings below `cls`, without those in lists."""
     found: list[str] = []
     for name, hint in _hints(cls).items():
         inner = next((a for a in (hint, *get_args(hint)) if is_dataclass(a)), None)
@@ -228,18 +228,19 @@ def _settings(cls: type, prefix: str = "") -> list[str]:
 
 
 def valid_names(cls: Any, path: list[str]) -> list[str]:
-    """Field names of the dataclass found below `cls` along `path` (list indices are skipped)."""
+    """Return the field names of the dataclass below `cls` along `path` (list indices are
+    skipped)."""
     cls = _dataclass_in(_hint(cls, path))
     return [f.name for f in fields(cls)] if is_dataclass(cls) else []
 
 
 def _nullable(cls: Any, place: str) -> bool:
-    """Whether the setting may be null."""
+    """Return whether the setting may be null."""
     return type(None) in get_args(_hint(cls, place.split(".")))
 
 
 def _hint(cls: Any, path: list[str]) -> Any:
-    """The type of what lies below `cls` along `path`; None where nothing does."""
+    """Return the type below `cls` along `path`; None where there is none."""
     for part in path:
         if not part.isdigit():
             inner = _dataclass_in(cls)
@@ -264,7 +265,7 @@ _NUMBER = re.compile(r"[-.\d_]+(e[-\d]*)?|-?(nan|inf)|null|true|false", re.IGNOR
 
 
 def written(value: Any) -> str:
-    """A value as Hydra reads it; quotes only where they are needed."""
+    """Write a value as Hydra reads it; quotes only where they are needed."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -280,13 +281,13 @@ def written(value: Any) -> str:
 
 
 def quote(value: str) -> str:
-    """`value` as a quoted string of Hydra's override grammar."""
+    """Write `value` as a quoted string of Hydra's override grammar."""
     return "'" + re.sub(r"(\\*)'", r"\1\1\\'", value) + "'"
 
 
 def from_home(override: str) -> str:
-    """`name=~/x` with the user's own folder in place of ~, which no shell expands behind a name and
-    Hydra cannot read; other overrides as they are."""
+    """Expand ~ in `name=~/x`, which no shell expands behind a name and Hydra cannot read; other
+    overrides are returned unchanged."""
     name, mark, value = override.partition("=")
     bare = value.strip("\"'")
     if not mark or not (bare == "~" or bare.startswith("~/")) or "," in bare:
@@ -295,13 +296,13 @@ def from_home(override: str) -> str:
 
 
 def readable(override: str) -> str:
-    """`from_home`, and with quotes around what has letters that Hydra's grammar does not know."""
+    """Apply `from_home`, and quote letters that Hydra's grammar does not know."""
     name, mark, value = from_home(override).partition("=")
     if value.isascii() or "'" in value or '"' in value:
         return f"{name}{mark}{value}"
     return f"{name}={_FOREIGN.sub(lambda found: quote(found[0]), value)}"
 
 
-def setting_of(word: str) -> str:
-    """The setting, or the group of conf/, that an override names: `recipe` of +recipe=w4."""
-    return word.lstrip("+~").split("=")[0]
+def setting_of(override: str) -> str:
+    """Return the setting, or the group of conf/, that an override names: `recipe` of +recipe=w4."""
+    return override.lstrip("+~").split("=")[0]

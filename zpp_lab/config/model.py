@@ -91,7 +91,7 @@ class ModelConfig:
     path: str | None = None  # a folder with config.json, or (hf) a model's name on the hub
     weights: Literal["random", "pretrained"] = "random"  # from the seed, or path's safetensors
     start: str | None = None  # a run's folder, or a checkpoint in it: its weights, a new optimizer
-    start_optimizer: bool = False  # its optimizer's state too: a branch of that run
+    start_optimizer: bool = False  # its optimizer's state too: continue that run
     init: Literal["torch", "philox"] = "torch"  # random weights; philox: each rank its rows only
     # of random weights; 1 keeps a deep model's first gradients small
     embedding_std: AboveZero = 0.02
@@ -111,7 +111,7 @@ class ModelConfig:
     norm_eps: NotNegative = 1e-5
     checkpoint_activations: bool = False  # blocks run again in backward; for loss.backward() alone
     qk_norm: bool = False  # a norm of queries and keys, head by head, before they are turned
-    # adds z_loss · logsumexp(logits)² a token to what is minimised, not to any loss that is told
+    # adds z_loss · logsumexp(logits)² a token to what is minimised, not to reported losses
     z_loss: NotNegative = 0.0
     # tokens whose logits exist at a time; 0: all. Other bits, equal everywhere
     loss_chunk: Count = 0
@@ -190,7 +190,7 @@ DOWNLOAD = "download the model first (hf download NAME --local-dir FOLDER), or c
 
 
 def check_model_path(cfg: ModelConfig) -> None:
-    """ValueError when `model.path` is read as a folder and is no model's."""
+    """ValueError when `model.path` is read as a folder and holds no model."""
     if not cfg.path:
         return
     path, named = Path(cfg.path), f"model.path={cfg.path}"

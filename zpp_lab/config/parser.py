@@ -14,7 +14,7 @@ _MINUS = re.compile(r"-[\d.]")  # begins a value, no option
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, with a ValueError in place of the usage and an exit. `type=int` and `type=float`
+    """argparse's parser, raising ValueError in place of usage and exit. `type=int` and `type=float`
     take finite numbers alone."""
 
     def __init__(self, *args: object, **settings: object) -> None:
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(least: int | None = None) -> Callable[[str], int]:
-    """The `type` of an option that takes whole numbers, of `least` or more."""
+    """Return the `type` of an option that takes whole numbers, of `least` or more."""
 
     def read(text: str) -> int:
         try:
@@ -44,7 +44,8 @@ def whole(least: int | None = None) -> Callable[[str], int]:
 
 
 def number(above: float | None = None, least: float | None = None) -> Callable[[str], float]:
-    """The `type` of an option that takes finite numbers, more than `above`, or `least` or more."""
+    """Return the `type` of an option that takes finite numbers, more than `above`, or `least` or
+    more."""
 
     def read(text: str) -> float:
         try:
@@ -65,7 +66,8 @@ def number(above: float | None = None, least: float | None = None) -> Callable[[
 def listed(
     one: Callable[[str], object], known: Collection[object] = ()
 ) -> Callable[[str], list[Any]]:
-    """The `type` of an option that takes several by commas; `known`: there are no others."""
+    """Return the `type` of an option that takes several values by commas; `known`: the only valid
+    ones."""
 
     def read(text: str) -> list[Any]:
         values = [one(word.strip()) for word in text.split(",")]
@@ -79,8 +81,8 @@ def listed(
 
 
 def check_own(option: str, path: Path, mark: str) -> None:
-    """ValueError, before the work, where `path` would be overwritten and is not what the command
-    writes: the beginning of such a file has `mark`."""
+    """ValueError, before the work, when `path` exists and does not contain `mark` near its
+    beginning, so this command did not write it."""
     if path.is_file() and path.stat().st_size:
         with path.open("rb") as file:
             begins = file.read(_BEGINNING)
@@ -92,7 +94,7 @@ def check_own(option: str, path: Path, mark: str) -> None:
 
 
 def new_file(text: str) -> Path:
-    """The `type` of an option that names a file to write: looked at before the work, not after."""
+    """Parse an option that names a file to write: checked before the work, not after."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
@@ -102,7 +104,8 @@ def new_file(text: str) -> Path:
 
 
 def links(text: str) -> list[float | None]:
-    """`12,25,max` as Gbit/s of a node; max, as fast as it goes, is None. ValueError otherwise."""
+    """Parse `12,25,max` as Gbit/s of a node; max, without a limit, is None. ValueError
+    otherwise."""
     found: list[float | None] = []
     for word in text.split(","):
         try:
@@ -115,7 +118,7 @@ def links(text: str) -> list[float | None]:
 
 
 def one_link(text: str) -> float | None:
-    """The same of one speed."""
+    """Parse one such speed."""
     first, *more = links(text)
     if more:
         raise ValueError(f"--link-gbps {text}: use one speed, or max")

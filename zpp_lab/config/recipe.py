@@ -45,19 +45,21 @@ class RuleConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class ShardingConfig:
-    """Over which ranks weights, gradients and the optimizer with its masters are each cut: those of
-    a `node`, the `world`, or `none`; null: as recipe.stage and recipe.shard say, which are
-    short-hands. The grid is AMSP's (Chen et al. 2023, arXiv:2311.00257). Weights are cut no finer
-    than gradients, and gradients no finer than the optimizer: a rank updates what it has summed.
+    """Over which ranks weights, gradients and the optimizer with its masters are sharded: those of
+    a `node`, the `world`, or `none`; null: as the short-hands recipe.stage and recipe.shard say.
 
-    Gradients that a node cuts are summed in it at each micro-step and between nodes once a step, as
-    in MiCS (Zhang et al. 2022, arXiv:2205.00119). An optimizer that is not cut over the world is
-    there once a node, or once a rank; every copy gets the same sums and stays equal to the bit.
+    The grid is AMSP's (Chen et al. 2023, arXiv:2311.00257). Weights are sharded no finer than
+    gradients, and gradients no finer than the optimizer: a rank updates what it has summed.
 
-    Where the node keeps weights whose optimizer is cut over the world, a step's new weights travel
-    between nodes once, on the wire `weights_update`; `update` says as what: the weights, or their
-    differences from what the node keeps. With `differences` a node also keeps weights that are not
-    cut: it gathers them once a step, and they stay whole until backward is done.
+    Gradients sharded over a node are summed in it at each micro-step and between nodes once a step,
+    as in MiCS (Zhang et al. 2022, arXiv:2205.00119). An optimizer that is not sharded over the
+    world is replicated in each node, or on each rank; every copy gets the same sums and stays equal
+    to the bit.
+
+    With node-replicated weights and an optimizer sharded over the world, a step's new weights
+    travel between nodes once, on the wire `weights_update`; `update` says as what: the weights, or
+    their differences from the node's. With `differences` a node also keeps weights that are not
+    sharded: it gathers them once a step, and they stay whole until backward is done.
     """
 
     weights: Part | None = None
@@ -68,10 +70,11 @@ class ShardingConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class PhaseConfig:
-    """What holds `after` so many steps, or after that share of the run's steps: a field that is set
-    takes the place of the recipe's own as a whole, up to the next phase that sets it. The others
-    stay, and so does what is no field here. Warm-ups with raw gradients are 1-bit Adam's (Tang et
-    al. 2021, arXiv:2102.02888)."""
+    """What holds `after` so many steps, or after that share of the run's steps.
+
+    A field that is set replaces the recipe's own up to the next phase that sets it; other settings
+    stay. Warm-ups with raw gradients are 1-bit Adam's (Tang et al. 2021, arXiv:2102.02888).
+    """
 
     after: int | float
     hops: Literal[1, 2] | None = None
@@ -93,7 +96,7 @@ class PhaseConfig:
         )
 
     def first_step(self, steps: int) -> int:
-        """Steps that are done when it begins, in a run of `steps`."""
+        """Return the steps done when the phase begins, in a run of `steps`."""
         return self.after if isinstance(self.after, int) else max(1, round(self.after * steps))
 
     @property
@@ -107,9 +110,8 @@ class PhaseConfig:
 class RecipeConfig:
     """Which codec each wire uses, for which parameters, and the sharding.
 
-    `weights` and `grads` are short-hands: each wire starts from its short-hand
-    and changes what it sets itself. So are `stage` and `shard`, for points of `sharding`.
-    Before its first phase a recipe is as it is without any.
+    `weights` and `grads` are short-hands: each wire starts from its short-hand and changes what it
+    sets itself. So are `stage` and `shard`, for points of `sharding`. Phases change settings later.
     """
 
     name: str = "zero3"
@@ -134,19 +136,19 @@ class RecipeConfig:
         self._check_sharding()
         _need(
             not self.secondary or self.again,
-            f"recipe.secondary=true needs recipe.stage=3: with recipe.{self.said('weights')} "
+            f"recipe.secondary=true needs recipe.stage=3: with recipe.{self.setting('weights')} "
             "backward gathers nothing; leave recipe.secondary out",
         )
         self._check_codecs()
         _need(
             not self.secondary or "node" not in self.parts,
-            f"recipe.{self.said('weights')}: all weights are in the node already; leave "
+            f"recipe.{self.setting('weights')}: all weights are in the node already; leave "
             "recipe.secondary out",
         )
 
     @property
     def parts(self) -> Parts:
-        """Over which ranks weights, gradients and the optimizer are cut."""
+        """Over which ranks weights, gradients and the optimizer are sharded."""
         own = self.sharding.weights, self.sharding.grads, self.sharding.optimizer
         weights, grads, optimizer = (o or s for o, s in zip(own, self._short, strict=True))
         return weights, grads, optimizer
@@ -174,8 +176,8 @@ class RecipeConfig:
 
     @property
     def kept(self) -> bool:
-        """Whether each node keeps the weights whose optimizer is cut over the world, so that there
-        is a fifth wire, `weights_update`."""
+        """Whether weights are node-replicated while the optimizer is sharded over the world, so
+        that there is a fifth wire, `weights_update`."""
         weights, _, optimizer = self.parts
         whole = weights == "none" and self.sharding.update == "differences"
         return optimizer == "world" and (weights == "node" or whole)
@@ -197,14 +199,14 @@ class RecipeConfig:
 
     @property
     def plain(self) -> bool:
-        """Whether torch trains so by itself: no codec, and ZeRO-3 or ZeRO-2 over the world or the
+        """Whether torch alone can train so: no codec, and ZeRO-3 or ZeRO-2 over the world or the
         node with copies across nodes (HSDP), weights resharded to the node, or copies alone."""
         weights, grads, optimizer = self.parts
         torchs = grads == optimizer and weights in ("none", grads)
         return torchs and not self.coded and (self.hops, self.order) == (1, "rank")
 
-    def said(self, part: str) -> str:
-        """The setting by which a part is cut as it is."""
+    def setting(self, part: str) -> str:
+        """Return the setting that decides how a part is sharded, such as stage=2."""
         own = getattr(self.sharding, part)
         staged = part == "weights" and self.stage != 3
         short = f"stage={self.stage}" if staged else f"shard={self.shard}"
@@ -238,31 +240,34 @@ class RecipeConfig:
         )
 
     def wire(self, wire: Wire) -> CodecConfig:
-        """The wire's own codec settings over its short-hand."""
+        """Return the wire's own codec settings over its short-hand."""
         spec = WIRES[wire]
         own: CodecConfig = CodecConfig() if spec.codecs == "none" else getattr(self, wire)
         return own.over(getattr(self, spec.short)) if spec.short else own
 
     def phased(self, steps: int) -> list[tuple[int, RecipeConfig]]:
-        """What holds in a run of `steps`: by the steps that are done when it begins, from 0 on,
-        each a recipe without phases. ValueError for phases out of order, or that never begin or
-        change nothing. Of shares that come to one step the later one begins a step later."""
+        """Return what holds in a run of `steps`: (steps done when it begins, from 0 on; a recipe
+        without phases).
+
+        ValueError for phases out of order, or that never begin or change nothing. Of shares that
+        come to one step the later one begins a step later.
+        """
         begun, recipe = 0, replace(self, phases=[])
         found = [(begun, recipe)]
         for i, phase in enumerate(self.phases):
             first, place = phase.first_step(steps), f"recipe.phases[{i}]"
-            said = f"{place}.after={phase.after}"
+            named = f"{place}.after={phase.after}"
             earlier = self.phases[i - 1].after if i else 0
             if {type(phase.after), type(earlier)} == {float} and phase.after > earlier:
                 first = max(first, begun + 1)  # of few steps both may come to the same one
             _need(
                 first < steps,
-                f"{said}: train.steps={steps} ends before this phase begins; use a smaller "
+                f"{named}: train.steps={steps} ends before this phase begins; use a smaller "
                 "number, a share such as 0.5, or leave the phase out",
             )
             _need(
                 first > begun,
-                f"{said} is step {first}, and the phase before it begins at step {begun}: order "
+                f"{named} is step {first}, and the phase before it begins at step {begun}: order "
                 "phases by their steps, each with a different step",
             )
             try:
@@ -279,12 +284,12 @@ class RecipeConfig:
         return found
 
     def _holds(self) -> tuple[Any, ...]:
-        """What phases can change, as it comes out."""
+        """Return what phases can change, short-hands resolved."""
         return self.hops, self.rules, [self.wire(wire) for wire in self.wires]
 
     @property
     def remembers(self) -> bool:
-        """Whether a wire, or a rule for one, asks for a memory."""
+        """Whether a wire, or a rule for one, asks for a residual."""
         ruled = any(rule.set.memory.on for rule in self.rules if not rule.exempt)
         return ruled or any(self.wire(wire).memory.on for wire in self.wires)
 
@@ -315,7 +320,7 @@ class RecipeConfig:
 
 
 def twin(recipe: RecipeConfig) -> RecipeConfig:
-    """Return the raw twin: no codec on any wire and new weights sent as they are, with the same
+    """Return the raw twin: no codec on any wire and new weights sent uncompressed, with the same
     sharding, secondary partition, hops and order. What `recipe` is faster by, its bits bring."""
     same = ("stage", "shard", "secondary", "hops", "order")
     return RecipeConfig(
@@ -330,8 +335,8 @@ def _apart(one: Part, other: Part) -> int:
 
 
 def _check_memory(wire: Wire, remembered: list[CodecConfig]) -> None:
-    """ValueError where a memory would have nothing to do. `remembered`: a wire's own settings and
-    those of rules, as far as they ask for one."""
+    """ValueError where a residual would have nothing to do. `remembered`: those of a wire's own
+    settings and of rules that ask for one."""
     residual = "memory.kind=residual"
     _need(
         not remembered or WIRES[wire].residual,

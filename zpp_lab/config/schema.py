@@ -92,20 +92,20 @@ class OpsConfig:
 
 
 def heldout_notes(tokens: int, eval_tokens: int) -> tuple[str, ...]:
-    """What to say of losses over so few held-out tokens, of at most `eval_tokens`; none where they
-    are enough."""
+    """Return warnings about losses over so few held-out tokens, of at most `eval_tokens`; none
+    where they are enough."""
     if tokens >= FEW_HELDOUT:
         return ()
     least = tokens < LEAST_HELDOUT
-    said = "get no verdict" if least else "do not predict the loss on other text"
+    effect = "get no verdict" if least else "do not predict the loss on other text"
     return (
         f"losses over {tokens:,} held-out tokens, fewer than "
-        f"{LEAST_HELDOUT if least else FEW_HELDOUT:,}, {said}: {more_heldout(eval_tokens)}",
+        f"{LEAST_HELDOUT if least else FEW_HELDOUT:,}, {effect}: {more_heldout(eval_tokens)}",
     )
 
 
 def more_heldout(eval_tokens: int) -> str:
-    """What to set for more held-out tokens than there were with `eval_tokens`."""
+    """Say what to set for more held-out tokens than `eval_tokens` gave."""
     if eval_tokens < FEW_HELDOUT:
         return f"set train.eval_tokens={TrainConfig.eval_tokens} or more"
     return (
@@ -209,8 +209,8 @@ class TrainConfig:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user must know before the first step. No errors: a trial of a few steps keeps the
-        warm-up of the run that it tries, and its short evaluation."""
+        """Warnings before the first step. No errors: a trial of a few steps keeps the warm-up of
+        the run that it tries, and its short evaluation."""
         return (*self._warm_up, *heldout_notes(self.eval_tokens, self.eval_tokens))
 
     @property
@@ -297,8 +297,8 @@ class Config:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The run's parts in turn, each under a recipe without phases; of most runs one. Where
-        there are several, those without codecs go through our collectives too."""
+        """The run's parts in turn, each under a recipe without phases; most runs have one. With
+        several, those without codecs go through our collectives too."""
         if not self.recipe.phases:
             return (Phase(0, self.train.steps, self),)
         found = self.recipe.phased(self.train.steps)
@@ -310,19 +310,19 @@ class Config:
         )
 
     def at(self, done: int) -> Config:
-        """The settings under which the next step runs after `done` steps, and after the last one
-        those of the last step."""
+        """Return the settings under which the next step runs after `done` steps; after the last
+        step those of the last one."""
         return next(p.config for p in reversed(self.phases) if p.first <= done)
 
     @property
     def tokens_per_step(self) -> int:
-        """Places of all ranks' batches, padding of records included."""
+        """Tokens of all ranks' batches, padding of records included."""
         own = self.train.batch_size * self.train.micro_steps * self.data.seq_len
         return own * self.cluster.world
 
     @property
     def optimization(self) -> TrainConfig:
-        """`train`, with train.beta2_tokens as the beta2 that it is at these tokens a step.
+        """`train`, with train.beta2_tokens as the beta2 that it means at these tokens a step.
 
         A half-life h means beta2 = 2 ** (-tokens_per_step / h). Held constant while the batch
         changes, it keeps over how much text the second moment averages (Marek, Lotfi, Somasundaram,

@@ -32,12 +32,12 @@ class ArmConfig:
 
     `baseline_repeat`: a run of that baseline in another order of sums (runs of one order are equal
     to the bit), such as `recipe=zero3_reordered`, or half of train.batch_size and twice
-    train.micro_steps. Gaps of a seed are taken from the mean of the baseline and its repeats.
-    An order control is another order still, and no part of that mean.
+    train.micro_steps. Gaps of a seed are taken from the mean of the baseline and its repeats. An
+    order control is another order still, and no part of that mean.
 
-    `sham_control`: noise of a codec's size in the codec's place, for the whole run or some steps
-    (`recipe=zero3_nudged`). It tells whether a gap is the noise's size; its verdict is not known
-    before, so it is judged as arms are, and never advised.
+    `sham_control` (noise control): noise of a codec's size in the codec's place, for the whole run
+    or some steps (`recipe=zero3_nudged`). It shows whether a gap is the noise's size; its verdict
+    is not known before, so it is judged as arms are, and never advised.
     """
 
     name: str
@@ -61,7 +61,7 @@ class PrepareConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class BranchConfig:
-    """Arms that go on from the state of the prepared run that they start from, their trunk.
+    """Arms that continue from the state of the prepared run that they start from, their base run.
 
     Each anneals in its own order of data, that of its seed: the rate falls from train.lr to 0 in a
     straight line over `steps`. Arms may set otherwise.
@@ -134,11 +134,12 @@ class StudyConfig:
 
     @property
     def start_overrides(self) -> list[str]:
-        """What arms that start from a prepared run set, beside `model.start`; before their own."""
+        """What arms that start from a prepared run set besides `model.start`; before their own."""
         return self.branch.overrides if self.branch else []
 
     def members(self, composite: CompositeConfig) -> tuple[list[ArmConfig], list[ArmConfig]]:
-        """The arms of a composite and those of its `minus`, each once, in the study's order."""
+        """Return the arms of a composite and those of its `minus`, each once, in the study's
+        order."""
 
         def named(patterns: list[str]) -> list[ArmConfig]:
             return [arm for arm in self.arms if any(self._names(p, arm) for p in patterns)]
@@ -194,8 +195,8 @@ class StudyConfig:
             )
 
     def bases(self, arm: ArmConfig) -> list[str]:
-        """The arms that `arm` is paired with, by the mean of their losses: a baseline, then its
-        repeats. A repeat is paired with the baseline alone, and a baseline with itself."""
+        """Return the arms that `arm` is paired with, by the mean of their losses: a baseline, then
+        its repeats. A repeat is paired with the baseline alone, and a baseline with itself."""
         if arm.role == "baseline" or arm.name == self.baseline:
             return [arm.name]
         own, repeats = arm.against or self.baseline, [a for a in self.arms if _repeats(a)]

@@ -28,16 +28,14 @@ UPDATE: Wire = "weights_update"
 class WireSpec:
     """What holds on one wire.
 
-    number: of its rounding noise; bits hang on it, so it never changes.
-    short: the setting of a recipe from which the wire's own settings start.
-    dtype: of what travels raw, train.param_dtype or train.reduce_dtype.
-    gather: every rank gets all rows; hop: each rank sums what it gets; exchange: ranks of equal
-    place get each other's rows.
-    codecs: dense ones send every element, and `differences` also sparse ones where the wire
-    carries differences; without any (`none`) a recipe has no setting of the wire's name.
-    tag: under which wandb shows its bits.
-    needs: the property of `RecipeConfig` without which there is no such wire; "": all have it.
-    brought_by: settings of which each alone may bring it.
+    number: of its rounding noise; bits depend on it, so it never changes. short: the setting of a
+    recipe from which the wire's own settings start. dtype: of raw transfers, train.param_dtype or
+    train.reduce_dtype. gather: every rank gets all rows; hop: each rank sums what it receives;
+    exchange: ranks of equal place swap rows. codecs: dense ones send every element, and
+    `differences` also sparse ones where the wire carries differences; with `none` a recipe has no
+    setting of the wire's name. tag: under which wandb shows its bits. needs: the property of
+    `RecipeConfig` without which the wire does not exist; "": every recipe has it. brought_by:
+    settings of which each alone may bring it.
     """
 
     number: int
@@ -83,8 +81,8 @@ def wires_among(named: Iterable[Container[str]] = ()) -> tuple[Wire, ...]:
 
 
 def shares(quantized: Mapping[Any, float]) -> tuple[str, str]:
-    """The quantized part of each wire's bytes (0 to 1, by wire) for people: of the weights' wires
-    and of the gradients', such as "98.8%", or "99.1/0%" where a kind's two differ."""
+    """Format the quantized part of each wire's bytes (0 to 1, by wire): of the weights' wires and
+    of the gradients', such as "98.8%", or "99.1/0%" where a kind's two differ."""
     weights, grads = (
         [value for wire, value in quantized.items() if WIRES[wire].carries == kind]
         for kind in ("weights", "gradients")

@@ -89,8 +89,8 @@ def _check_recipe(config: Config) -> None:
     recipe, cluster = config.recipe, config.cluster
     checked = Recipe(recipe, cluster)
     for wanted, said in (
-        (recipe.again, f"recipe.{recipe.said('weights')} (use stage 3)"),
-        (not recipe.copied, f"recipe.{recipe.said('optimizer')} (use world)"),
+        (recipe.again, f"recipe.{recipe.setting('weights')} (use stage 3)"),
+        (not recipe.copied, f"recipe.{recipe.setting('optimizer')} (use world)"),
         (not recipe.kept, "recipe.sharding.weights=node (use world)"),
         (recipe.order == "rank", "recipe.order=reversed (use rank)"),
         (recipe.exempt == ExemptConfig(), "recipe.exempt (use its default)"),

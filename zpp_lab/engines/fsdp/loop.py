@@ -239,7 +239,7 @@ class Loop:
             world = "recipe.sharding.grads=world"
             world += " recipe.sharding.optimizer=world" if config.copied else ""
             raise ValueError(
-                f"recipe {config.name}: recipe.{config.said('grads')} keeps sums in the node "
+                f"recipe {config.name}: recipe.{config.setting('grads')} keeps sums in the node "
                 "until the last micro-step, which a user training loop does not announce: set "
                 f"{world}, or model.set_requires_gradient_sync(False) before all but the last"
             )
