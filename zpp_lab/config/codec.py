@@ -64,7 +64,7 @@ class MemoryConfig:
         given = " and ".join(f"memory.{k}" for k, v in vars(self).items() if v is not None)
         need(
             self.kind is not None or not given,
-            f"{given}: no residual is set: add memory.kind=residual, or leave it out",
+            f"{given}: no residual is set: set memory.kind=residual, or leave it out",
         )
 
 

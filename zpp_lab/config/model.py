@@ -62,7 +62,7 @@ class LoraConfig:
         )
         need(
             not self.base_codec.memory.on,
-            "model.lora.base_codec.memory: the base is encoded only once; leave it out",
+            "model.lora.base_codec.memory: the base is encoded once; leave it out",
         )
         asked = bool(self.targets) or self.base_codec != CodecConfig()
         need(
