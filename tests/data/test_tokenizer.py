@@ -47,11 +47,11 @@ def test_without_the_package(monkeypatch):
 
 @given(text=st.text(alphabet="ab\né€😀", max_size=200), size=st.integers(4, 40))
 def test_pieces_join_to_the_text_and_break_no_character(text, size):
-    whole, small = tokenizer._PIECE, size
+    whole, small = tokenizer._CHUNK, size
     try:
-        tokenizer._PIECE = small
-        pieces = list(tokenizer.pieces(text.encode()))
+        tokenizer._CHUNK = small
+        pieces = list(tokenizer.chunks(text.encode()))
     finally:
-        tokenizer._PIECE = whole
+        tokenizer._CHUNK = whole
     assert "".join(pieces) == text
     assert all(0 < len(p.encode()) <= small + 3 for p in pieces)

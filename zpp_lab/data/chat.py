@@ -1,9 +1,9 @@
-"""Chats through a tokenizer's own template: the tokens that transformers gives, and whose they are.
+"""Chats through a tokenizer's own template: transformers' tokens, and which the loss counts.
 
-A template that marks the assistant's text (`{% generation %}`) is believed. Of any other an
-assistant's turn is what it adds to the turns before it, with the header that asks for an answer.
+A template that marks the assistant's text (`{% generation %}`) is followed. With any other an
+assistant's turn is what it adds to the turns before it, less the header that asks for an answer.
 
-What a record says beside its texts is rendered, refused by name, or named once as not read.
+Other fields of a record are rendered, refused by name, or listed once as not read.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Turn = dict[str, Any]
 
 @dataclass
 class Findings:
-    """What a user should know of how records were read. `unread`: fields and where each came
-    first; `read`: fields that a template has rendered; `counts`: a remark → (records, first)."""
+    """Notes on how records were read. `unread`: fields and where each came first; `read`: fields
+    that a template has rendered; `counts`: a remark → (records, first place)."""
 
     unread: dict[str, str] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
@@ -62,7 +62,7 @@ class Findings:
 
 
 def counts(turn: Turn) -> bool:
-    """Whether the loss counts `turn`: an assistant's that no switch of its own turns off."""
+    """Return whether the loss counts `turn`: an assistant's that no switch of its own turns off."""
     own = turn["role"] == "assistant"
     given = {name: turn[name] for name in _SWITCHES if turn.get(name) is not None}
     for name, value in given.items():
@@ -83,12 +83,12 @@ def counts(turn: Turn) -> bool:
 
 
 def extras(turn: Turn) -> list[str]:
-    """The fields of `turn` beside its text that say something."""
+    """Return the fields of `turn` besides its text that are not empty."""
     return [key for key, value in turn.items() if key not in _KNOWN and _filled(value)]
 
 
 def tools_of(record: dict[str, Any]) -> list[Any] | None:
-    """What `tools` of a record lists, as JSON text too; None for nothing."""
+    """Return what `tools` of a record lists, parsed where it is JSON text; None for nothing."""
     tools = record.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
@@ -103,7 +103,7 @@ def tools_of(record: dict[str, Any]) -> list[Any] | None:
 
 
 def check_plain(turns: Sequence[Turn], tools: list[Any] | None) -> None:
-    """ValueError for what marks around turns cannot show."""
+    """ValueError for fields that marks around turns cannot show."""
     names = ["tools"] if tools else []
     names += [key for turn in turns for key in extras(turn) if key in (*_CALLS, *_THOUGHTS)]
     if names:
@@ -119,7 +119,8 @@ def _filled(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """`file`: the tokenizer.json; `source`: Jinja, None where the tokenizer has none."""
+    """A chat template. `file`: the tokenizer.json; `source`: Jinja, None where the tokenizer has
+    none."""
 
     file: Path
     source: str | None
@@ -127,7 +128,8 @@ class ChatTemplate:
     def tokens(
         self, turns: Sequence[Turn], tools: list[Any] | None = None
     ) -> tuple[list[int], list[bool]]:
-        """(tokens, whether the loss counts each). ValueError for what the template refuses."""
+        """Return (tokens, whether the loss counts each). ValueError for what the template
+        refuses."""
         on = [counts(turn) for turn in turns]
         if self._marks:
             whole, marks = self._marked(turns, tools)
@@ -144,9 +146,9 @@ class ChatTemplate:
         return whole, own
 
     def given(self, turns: Sequence[Turn], tools: list[Any] | None) -> list[Turn]:
-        """`turns` without fields that are null, as transformers gives them from 5.23 on, and
+        """Return `turns` without fields that are null, as transformers does from 5.23 on, and
         without empty lists of calls, which some templates take for calls. An answer without text
-        has an empty one where the template asks for it."""
+        gets an empty one where the template asks for it."""
         self._check()
         plain = [
             {k: v for k, v in t.items() if _filled(v) or not (v is None or k in _CALLS)}
@@ -163,8 +165,8 @@ class ChatTemplate:
     def check(
         self, turns: Sequence[Turn], tools: list[Any] | None, place: str, found: Findings
     ) -> list[str]:
-        """The fields of `turns` that the template does not render. ValueError for tools, calls and
-        thoughts among them, and for an answer without any text."""
+        """Return the fields of `turns` that the template does not render. ValueError for tools,
+        calls and reasoning among them, and for an answer without any text."""
         names = list(dict.fromkeys(key for turn in turns for key in extras(turn)))
         if not names and not tools:
             return []
@@ -234,8 +236,8 @@ class ChatTemplate:
     def _switched(
         self, turns: Sequence[Turn], tools: list[Any] | None, marks: list[bool], on: list[bool]
     ) -> list[bool]:
-        """`marks` without those of turns that are off. The stretches that a turn adds to those of
-        the turns before it are its own."""
+        """Return `marks` without those of turns that are off. The marked spans that a turn adds to
+        those before it are its own."""
         stretches = _stretches(marks)
         before, own = 0, list(marks)
         for i in self._answers(turns):
@@ -253,8 +255,8 @@ class ChatTemplate:
     def _until(
         self, whole: list[int], turns: Sequence[Turn], tools: list[Any] | None, asking: bool
     ) -> int:
-        """How many of the first tokens of `whole` are those of `turns`; `asking`: with the header
-        of an answer. Where text goes on, the last token may take some of it up."""
+        """Return how many of the first tokens of `whole` belong to `turns`; `asking`: with the
+        header of an answer. The last token may merge with text that follows."""
         if not turns:
             raise ValueError(
                 "the first turn is the assistant's, and the chat template does not show where "
@@ -275,7 +277,7 @@ class ChatTemplate:
         return str(self._apply(turns, tools, tokenize=False))
 
     def _differs(self, text: str, turns: Sequence[Turn], tools: list[Any] | None) -> bool:
-        """Whether `turns` are rendered as another text, or are refused."""
+        """Return whether `turns` are rendered as another text, or are refused."""
         try:
             return self._text(turns, tools) != text
         except ValueError:
@@ -321,7 +323,7 @@ def _not_rendered(name: str) -> str:
 
 
 def _without(turns: Sequence[Turn], keys: Sequence[str], only: int | None = None) -> list[Turn]:
-    """`turns`, or the turn `only` of them, without `keys`."""
+    """Return `turns` without `keys`, or with `only` that turn changed."""
     return [
         {k: v for k, v in turn.items() if k not in keys} if only in (None, i) else turn
         for i, turn in enumerate(turns)
@@ -329,7 +331,7 @@ def _without(turns: Sequence[Turn], keys: Sequence[str], only: int | None = None
 
 
 def _renamed(value: Any, name: str = "") -> Any:
-    """Tools or calls with other names, by which they show in what a template makes of them."""
+    """Rename tools or calls, to see whether a template renders them."""
     if isinstance(value, list):
         return [_renamed(one) for one in value]
     if isinstance(value, dict):
@@ -338,7 +340,7 @@ def _renamed(value: Any, name: str = "") -> Any:
 
 
 def _text_arguments(turns: Sequence[Turn]) -> list[str]:
-    """Arguments of calls that are JSON text, as in OpenAI's answers."""
+    """Return arguments of calls that are JSON text, as in OpenAI's answers."""
     calls = [c for t in turns for c in t.get("tool_calls") or () if isinstance(c, dict)]
     own = [call.get("function") or call for call in calls]
     arguments = [one.get("arguments") for one in own if isinstance(one, dict)]
@@ -346,13 +348,13 @@ def _text_arguments(turns: Sequence[Turn]) -> list[str]:
 
 
 def _stretches(marks: Sequence[bool]) -> list[tuple[int, int]]:
-    """(start, stop) of each run of True."""
+    """Return (start, stop) of each run of True."""
     edges = [i for i, (a, b) in enumerate(pairwise([False, *marks, False])) if a != b]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def chat_template(cfg: DataConfig) -> ChatTemplate | None:
-    """The template by which `cfg` encodes chats; None: marks around turns do."""
+    """Return the template by which `cfg` encodes chats; None: marks around turns."""
     if cfg.records.marks_turns or cfg.tokenizer_path is None:
         return None
     file = definition_file(Path(cfg.tokenizer_path))
@@ -366,13 +368,13 @@ def chat_template(cfg: DataConfig) -> ChatTemplate | None:
 
 
 def _own(folder: Path) -> str | None:
-    """What transformers calls the default one; newer tokenizers keep it in a file of its own."""
+    """Return the tokenizer's default template; newer tokenizers have it in a file of its own."""
     again = "save the tokenizer again"
     if (folder / TEMPLATE).is_file():
         return read_text(folder / TEMPLATE, again)
     beside = folder / "tokenizer_config.json"
-    said = parse_json(beside, again) if beside.is_file() else {}
-    found: Any = said.get("chat_template") if isinstance(said, dict) else None
+    settings = parse_json(beside, again) if beside.is_file() else {}
+    found: Any = settings.get("chat_template") if isinstance(settings, dict) else None
     if isinstance(found, list):
         found = {one["name"]: one["template"] for one in found}.get("default")
     return found if isinstance(found, str) else None

@@ -25,16 +25,17 @@ _STDLIB_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test",
 
 
 class Corpus(Protocol):
-    """Documents in a fixed order. `count` is None when only reading them tells."""
+    """Documents in a fixed order. `count` is None when it is known only after reading them."""
 
     @property
     def count(self) -> int | None: ...
 
     def identity(self) -> dict[str, Any]:
-        """JSON-able; equal identities mean the same documents."""
+        """Return JSON-able values; equal identities mean the same documents."""
 
     def documents(self) -> Iterator[tuple[str, bytes]]:
-        """(name, text), never empty, free of zero bytes. ValueError when one cannot be read."""
+        """Yield (name, text), never empty, free of zero bytes. ValueError when one cannot be
+        read."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class FileCorpus:
 
 
 def stdlib_corpus(max_bytes: int = 0) -> FileCorpus:
-    """The Python standard library's source: *.py, without its tests and installed packages.
+    """Open the Python standard library's source: *.py, without its tests and installed packages.
 
     `_sysconfigdata*`, which the build writes for one machine, is left out too.
     """
@@ -131,9 +132,9 @@ class JoinedCorpus:
 def installation_corpus(
     extra: Path | None = None, max_bytes: int = 0, suffixes: tuple[str, ...] = (".py",)
 ) -> JoinedCorpus:
-    """All files of the running installation that end in one of `suffixes`: of its standard
-    library but for that one's tests, of the packages installed beside it and beside torch, and
-    below `extra`. Files that are no text are left out."""
+    """Open all files of the running installation that end in one of `suffixes`: of its standard
+    library without that one's tests, of the packages installed next to it and next to torch, and
+    below `extra`. Binary files are left out."""
     paths = sysconfig.get_paths()
     roots = {"stdlib": Path(paths["stdlib"]), "packages": Path(paths["purelib"])}
     shared = _beside_torch()
@@ -161,8 +162,8 @@ def installation_corpus(
 
 
 def _beside_torch() -> Path | None:
-    """The packages among which torch is installed. A virtual environment that sees those of the
-    installation below it (--system-site-packages) has hardly any of its own."""
+    """Return the folder of packages in which torch is installed. A virtual environment that sees
+    those of the installation below it (--system-site-packages) has hardly any of its own."""
     torch = find_spec("torch")
     folder = Path(torch.origin).parents[1] if torch and torch.origin else None
     packages = folder and folder.name in ("site-packages", "dist-packages")
@@ -170,9 +171,9 @@ def _beside_torch() -> Path | None:
 
 
 def text_corpus(path: Path, max_bytes: int = 0, suffix: str = "") -> FileCorpus:
-    """One file, or every file below a folder but hidden ones (names that start with a dot).
+    """Open one file, or every file below a folder but hidden ones (names that start with a dot).
 
-    Of a folder only files that end in `suffix`. Empty files are passed over; links to files are
+    In a folder only files that end in `suffix`. Empty files are skipped; links to files are
     followed, links to folders are not.
     """
     path = path.expanduser().resolve()
@@ -224,7 +225,7 @@ def _stat(root: Path, names: list[str]) -> list[File]:
 
 
 def _cut(files: list[File], max_bytes: int) -> tuple[File, ...]:
-    """The first `max_bytes` bytes of all files in order (0: all); the last one is cut."""
+    """Take the first `max_bytes` bytes of all files in order (0: all), the last file in part."""
     if not max_bytes:
         return tuple(files)
     kept, left = [], max_bytes

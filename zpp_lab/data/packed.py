@@ -5,7 +5,7 @@ tokens has something to be predicted from. A sequence takes the records that com
 as they fit; what is left of it is padding, which never counts. An epoch is every sequence once, in
 an order that follows from the seed alone.
 
-Records longer than a sequence are cut, dropped or refused first; `Fit` says which piece of each is
+Records longer than a sequence are cut, dropped or refused first; `Fit` says which part of each is
 used.
 """
 
@@ -29,8 +29,9 @@ IGNORED = -100  # a target that the loss does not count
 
 @dataclass(frozen=True)
 class Fit:
-    """records: int64 [n], places in the split; starts, stops: int64 [n], where each one's piece
-    lies among the split's tokens; counted: int64 [n], its completion's tokens."""
+    """Records that fit a sequence. records: int64 [n], places in the split; starts, stops: int64
+    [n], the used part of each among the split's tokens; counted: int64 [n], its completion's
+    tokens."""
 
     records: np.ndarray
     starts: np.ndarray
@@ -90,9 +91,9 @@ def _refusal(count: int, first: int, longest: int, cfg: DataConfig, split: str) 
 
 @dataclass(frozen=True)
 class Sequences:
-    """One split. tokens, mask: memory-mapped [tokens]; fitted: the records that are used, as
-    pieces of them; first: int64 [sequences + 1], the first record of each, then their number;
-    counted: int64 [sequences], how many of each one's targets the loss counts."""
+    """One split. tokens, mask: memory-mapped [tokens]; fitted: the used parts of records; first:
+    int64 [sequences + 1], the first record of each, then their number; counted: int64 [sequences],
+    how many of each one's targets the loss counts."""
 
     tokens: np.ndarray
     mask: np.ndarray | None  # None: everything counts
@@ -104,16 +105,17 @@ class Sequences:
         return len(self.counted)
 
     def row(self, place: int, seq_len: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(inputs, targets, record of each counted target): int64 [seq_len], [seq_len], [c]."""
+        """Return (inputs, targets, record of each counted target): int64 [seq_len], [seq_len],
+        [c]."""
         inputs = np.full(seq_len, end, np.int64)
         targets = np.full(seq_len, IGNORED, np.int64)
         records = np.full(seq_len, -1, np.int64)
         at = 0
         for i in range(self.first[place], self.first[place + 1]):
-            piece = slice(self.fitted.starts[i], self.fitted.stops[i])
-            own = self.tokens[piece].astype(np.int64)
+            part = slice(self.fitted.starts[i], self.fitted.stops[i])
+            own = self.tokens[part].astype(np.int64)
             inputs[at + 1 : at + len(own)] = own[:-1]
-            counts = True if self.mask is None else self.mask[piece] == 1
+            counts = True if self.mask is None else self.mask[part] == 1
             targets[at : at + len(own)] = np.where(counts, own, IGNORED)
             records[at : at + len(own)] = self.fitted.records[i]
             at += len(own)
@@ -122,7 +124,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class PackedData:
-    """Training and held-out records; stands where `TokenData` does, for windows of `seq_len`."""
+    """Training and held-out records; the counterpart of `TokenData` for sequences of `seq_len`."""
 
     vocab_size: int
     end: int
@@ -148,12 +150,12 @@ class PackedData:
     def facts(self) -> dict[str, Any]:
         """What a summary says beside name, hash and tokens."""
         used = self.train.fitted
-        room = len(self.train) * self.seq_len
+        places = len(self.train) * self.seq_len
         return {
             "records": len(used.records),
             "sequences": len(self.train),
             "counted": int(self.train.counted.sum()),
-            "padding": 1 - int((used.stops - used.starts).sum()) / room,
+            "padding": 1 - int((used.stops - used.starts).sum()) / places,
             "cut": used.cut_prompts + used.cut_completions,
             "dropped": used.dropped,
         }
@@ -161,8 +163,9 @@ class PackedData:
     def step(
         self, seed: int, step: int, world: int, micros: int, batch_size: int, seq_len: int
     ) -> Callable[[int, int], Batch]:
-        """(rank, micro-step) → inputs, targets int64 [batch_size, seq_len] and the share, int64
-        [2]: `world` · `micros` over the counted targets of the whole step. See models/loss.py."""
+        """Return (rank, micro-step) → inputs, targets int64 [batch_size, seq_len] and the share,
+        int64 [2]: `world` · `micros` over the counted targets of the whole step. See
+        models/loss.py."""
         turns = self.turns(seed, step, world, micros, batch_size, seq_len)
         share = torch.tensor([world * micros, int(self.train.counted[turns].sum())])
         return lambda rank, micro: (*self._batch(self.train, turns[rank, micro]), share)
@@ -170,28 +173,28 @@ class PackedData:
     def turns(
         self, seed: int, step: int, world: int, micros: int, batch_size: int, seq_len: int
     ) -> np.ndarray:
-        """Which training sequences `step` takes, int64 [world, micros, batch_size]."""
+        """Return which training sequences `step` takes, int64 [world, micros, batch_size]."""
         assert seq_len == self.seq_len
         count = world * micros * batch_size
         places = self._places(seed, step * count, count)
         return places.reshape(micros, world, batch_size).swapaxes(0, 1)
 
     def documents(self, place: int, seq_len: int) -> range:
-        """Which of the training records that are used a sequence has, from 0 on."""
+        """Return which of the used training records a sequence has, from 0 on."""
         assert seq_len == self.seq_len
         return range(int(self.train.first[place]), int(self.train.first[place + 1]))
 
     def heldout(
         self, tokens: int, batch_size: int, seq_len: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same held-out sequences every time: about `tokens` places, spread evenly."""
+        """Yield the same held-out sequences every time: about `tokens` places, spread evenly."""
         assert seq_len == self.seq_len
         places = self._held_places(tokens)
         for first in range(0, len(places), batch_size):
             yield self._batch(self.held, places[first : first + batch_size])
 
     def heldout_documents(self, tokens: int, seq_len: int) -> np.ndarray:
-        """The record of each counted target of `heldout`, int64, in the same order."""
+        """Return the record of each counted target of `heldout`, int64, in the same order."""
         rows = (self.held.row(p, seq_len, self.end)[2] for p in self._held_places(tokens))
         return np.concatenate(list(rows))
 
@@ -200,7 +203,7 @@ class PackedData:
         return np.arange(wanted) * len(self.held) // wanted
 
     def _places(self, seed: int, first: int, count: int) -> np.ndarray:
-        """Which sequences the `count` turns from `first` on take, int64 [count]."""
+        """Return which sequences the `count` turns from `first` on take, int64 [count]."""
         epochs, at = np.divmod(np.arange(first, first + count), len(self.train))
         orders = {int(e): _order(seed, int(e), len(self.train)) for e in np.unique(epochs)}
         return np.array([orders[int(e)][i] for e, i in zip(epochs, at, strict=True)])
@@ -213,7 +216,7 @@ class PackedData:
 
 @lru_cache(maxsize=4)
 def _order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """A permutation by sorting raw bits, which NumPy keeps the same in every version."""
+    """Return a permutation by sorting raw bits, which NumPy keeps the same in every version."""
     bits = np.random.Philox(key=seed, counter=[1, epoch, 0, 0]).random_raw(count)
     return np.argsort(bits, kind="stable")
 
@@ -221,7 +224,7 @@ def _order(seed: int, epoch: int, count: int) -> np.ndarray:
 def pack(
     tokens: np.ndarray, mask: np.ndarray, offsets: np.ndarray, cfg: DataConfig, split: str
 ) -> Sequences:
-    """The sequences of one split; ValueError when no record is left for one, see `fit`."""
+    """Pack one split's records into sequences; ValueError when no record fits one, see `fit`."""
     fitted = fit(offsets, mask, cfg, split)
     if not len(fitted.records):
         raise ValueError(
@@ -235,11 +238,11 @@ def pack(
     return Sequences(tokens, mask if cfg.mask_prompt else None, fitted, first, counted)
 
 
-def _next_fit(lengths: np.ndarray, room: int) -> np.ndarray:
-    """The first record of each sequence, then the number of records."""
+def _next_fit(lengths: np.ndarray, most: int) -> np.ndarray:
+    """Return the first record of each sequence, then the number of records."""
     first, used = [0], 0
     for i, length in enumerate(lengths.tolist()):
-        if used + length > room:
+        if used + length > most:
             first.append(i)
             used = 0
         used += length

@@ -54,7 +54,7 @@ _TOGETHER = 16 << 20  # bytes of text that are encoded at once
 
 
 def open_corpus(cfg: DataConfig) -> Corpus:
-    """The corpus that `cfg` names; ValueError when there is none or it is empty."""
+    """Open the corpus that `cfg` names; ValueError when there is none or it is empty."""
     if cfg.name == "stdlib":
         return stdlib_corpus(cfg.max_bytes)
     if cfg.name == "installation":
@@ -69,10 +69,10 @@ def open_corpus(cfg: DataConfig) -> Corpus:
 
 
 def prepared(corpus: Corpus, cfg: DataConfig) -> tuple[Path, dict[str, Any]]:
-    """The folder with the tokens of `corpus` and its meta; made if it is missing or damaged.
+    """Return the folder with the tokens of `corpus` and its meta; made if missing or damaged.
 
-    Several processes may ask at once: one prepares, the others wait for it.
-    Raises ValueError for text that cannot be used, OSError when writing fails.
+    Several processes may ask at once: one prepares, the others wait for it. Raises ValueError for
+    text that cannot be used, OSError when writing fails.
     """
     folder = Path(cfg.cache_dir) / _key(corpus, cfg)
     meta = _read_meta(folder)
@@ -104,7 +104,7 @@ def _key(corpus: Corpus, cfg: DataConfig) -> str:
 
 
 def _read_meta(folder: Path) -> dict[str, Any] | None:
-    """The meta of a whole folder; None when it is missing, cut short or altered."""
+    """Return the meta of a whole folder; None when it is missing, cut short or altered."""
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
         sums = {name: _checksum(folder / name) for name in meta["checksums"]}
@@ -114,7 +114,8 @@ def _read_meta(folder: Path) -> dict[str, Any] | None:
 
 
 def _checksum(path: Path) -> str:
-    """sha256 over the size and up to 64 evenly spread MiB, so that huge files open quickly."""
+    """Return sha256 over the size and up to 64 evenly spread MiB, so that huge files open
+    quickly."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with open(path, "rb") as stream:
@@ -126,7 +127,7 @@ def _checksum(path: Path) -> str:
 
 
 def _build(corpus: Corpus, cfg: DataConfig, folder: Path) -> dict[str, Any]:
-    """Write everything beside `folder`, then give it its name. The caller holds the lock."""
+    """Write everything next to `folder`, then rename it. The caller holds the lock."""
     work = folder.parent / f".{folder.name}.tmp"
     if work.exists():  # of a process that was killed
         shutil.rmtree(work)
@@ -158,7 +159,7 @@ def _write(corpus: Corpus, cfg: DataConfig, work: Path) -> dict[str, Any]:
 
 
 def open_tokenizer(cfg: DataConfig, folder: Path) -> Tokenizer:
-    """The one that encoded the token files in `folder`."""
+    """Open the tokenizer that encoded the token files in `folder`."""
     if cfg.tokenizer == "bpe":
         return BpeTokenizer((folder / TOKENIZER).read_text(encoding="utf-8"))
     return open_outside(cfg) if cfg.tokenizer == "hf" else ByteTokenizer()
@@ -172,9 +173,9 @@ def _tokenizer(corpus: Corpus, cfg: DataConfig) -> Tokenizer:
 
 
 def parts(corpus: Corpus, cfg: DataConfig) -> Iterator[Part]:
-    """(name, split, text), in the order of the token files: every n-th document is held out.
+    """Yield (name, split, text) in the order of the token files: every n-th document is held out.
 
-    Of fewer than n documents the last n-th of each one's bytes is held out instead.
+    With fewer than n documents the last n-th of each one's bytes is held out instead.
     """
     n = cfg.heldout_every
     for index, (name, text) in enumerate(corpus.documents()):
@@ -209,7 +210,7 @@ def _encode(corpus: Corpus, cfg: DataConfig, tokenizer: Tokenizer, work: Path) -
 
 
 def _groups(parts: Iterator[Part]) -> Iterator[list[Part]]:
-    """The parts in order, some MiB of text at a time: enough for every core."""
+    """Group the parts in order, some MiB of text at a time: enough for every core."""
     group: list[Part] = []
     size = 0
     for part in parts:

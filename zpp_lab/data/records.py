@@ -1,8 +1,7 @@
 """Records of JSON-lines files, text to finetune on: read, encoded, and written as token files.
 
-A record says what is asked and what is answered. Beside each token stands whether it belongs to a
-completion, which alone the loss counts. Fields that nothing reads are named once. Files are written
-one after the other (`TokenWriter`) and flushed to disk.
+A mask says which tokens belong to a completion, which alone the loss counts. Fields that nothing
+reads are listed once. Files are written one after the other (`TokenWriter`) and flushed to disk.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ SPLITS = ("train", "heldout")
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a record that is encoded on its own. `counted`: a completion's. `marks`: special
-    tokens in it are what they say, not text. `tokens`: what a chat template has made of it."""
+    """A part of a record that is encoded on its own. `counted`: a completion's. `marks`: special
+    tokens in it are those tokens, not text. `tokens`: a chat template's result."""
 
     text: str
     counted: bool
@@ -56,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True)
 class RecordCorpus:
-    """Lines of JSON in files, in order; one document each. Blank lines are passed over."""
+    """Lines of JSON in files, in order; one document each. Blank lines are skipped."""
 
     files: FileCorpus
     fields: RecordConfig
@@ -74,13 +73,13 @@ class RecordCorpus:
         return self.files.identity() | own | ({"chat": source} if source else {})
 
     def documents(self) -> Iterator[tuple[str, bytes]]:
-        """(file:line, the record's whole text): what a BPE learns from."""
+        """Yield (file:line, the record's whole text): what a BPE learns from."""
         for name, parts in self.records():
             yield name, "".join(part.text for part in parts).encode(errors="replace")
 
     def records(self, found: Findings | None = None) -> Iterator[tuple[str, list[Part]]]:
-        """(file:line, parts). ValueError names the file and the line of a record that is none.
-        `found` collects what a user should know of them."""
+        """Yield (file:line, parts). ValueError names the file and the line of an invalid record.
+        `found` collects notes for the user."""
         found = found or Findings()
         for file, (name, content) in zip(self.files.files, self.files.documents(), strict=True):
             lines = content.split(b"\n")
@@ -94,7 +93,7 @@ class RecordCorpus:
 
 
 def record_corpus(cfg: DataConfig) -> RecordCorpus:
-    """The file `data.path`, or every *.jsonl below that folder."""
+    """Open the file `data.path`, or every *.jsonl below that folder."""
     assert cfg.path is not None, "DataConfig asks for a path"
     path = Path(cfg.path)
     suffix = ".jsonl" if path.expanduser().is_dir() else ""
@@ -109,7 +108,7 @@ def parts_of(
     found: Findings,
     template: ChatTemplate | None = None,
 ) -> list[Part]:
-    """The parts of one record; ValueError, with `place`, for one that cannot be used."""
+    """Return the parts of one record; ValueError, with `place`, for one that cannot be used."""
     try:
         return _parts_of(line, fields, place, found, template)
     except ValueError as error:
@@ -138,7 +137,7 @@ def _parts_of(
 
 
 def _unicode(value: Any) -> Any:
-    """`value` with ? in place of each lone surrogate, which UTF-8 does not have."""
+    """Return `value` with ? in place of each lone surrogate, which UTF-8 does not have."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, list):
@@ -247,7 +246,7 @@ def _filled(parts: list[Part]) -> list[Part]:
 
 
 class TokenWriter:
-    """Appends documents to one split's token file and remembers where they start."""
+    """Appends documents to one split's token file and records where they start."""
 
     def __init__(self, stream: BinaryIO, tokenizer: Tokenizer) -> None:
         self.stream = stream
@@ -256,13 +255,13 @@ class TokenWriter:
         self.offsets = array("q", [0])
 
     def add(self, tokens: np.ndarray) -> None:
-        """One document, tokens [n] without its end marker."""
+        """Write one document, tokens [n] without its end marker."""
         closed = np.append(tokens, self.end).astype(self.dtype)
         self.stream.write(closed.data)
         self.offsets.append(self.offsets[-1] + len(closed))
 
     def close(self, offsets: Path) -> None:
-        """Put everything on the disk; int64 offsets go to a file of their own."""
+        """Flush everything to the disk; int64 offsets go to a file of their own."""
         flush(self.stream)
         write_file(offsets, np.array(self.offsets, "<i8").tobytes())
 
@@ -283,8 +282,8 @@ def encode_records(
 ) -> dict[str, Any]:
     """Write SPLIT.bin, SPLIT.offsets.bin and SPLIT.mask.bin (uint8 [tokens], 1: counted).
 
-    Every n-th record is held out. A record's end marker belongs to its last part. Returns the
-    meta; ValueError for fewer records than n, and for one that cannot be used.
+    Every n-th record is held out. A record's end marker belongs to its last part. Returns the meta;
+    ValueError for fewer records than n, and for one that cannot be used.
     """
     digest = hashlib.sha256(f"{tokenizer.dumps()}\n{cfg.heldout_every}\n".encode())
     found = Findings()
@@ -299,8 +298,8 @@ def encode_records(
             count += 1
             split = "train" if count % cfg.heldout_every else "heldout"
             tokens, counted = encoded(parts, tokenizer)
-            said = [[p.tokens or p.text, p.counted, p.marks] for p in parts]
-            digest.update(json.dumps([name, split, said]).encode())
+            given = [[p.tokens or p.text, p.counted, p.marks] for p in parts]
+            digest.update(json.dumps([name, split, given]).encode())
             writers[split].add(tokens)
             masks[split].write(counted.data)
         for split in SPLITS:
@@ -320,19 +319,20 @@ def encode_records(
 
 
 def encoded(parts: Sequence[Part], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens [n], counted uint8 [n + 1]): the end marker, which the writer adds, has a mark too.
+    """Return (tokens [n], counted uint8 [n + 1]): the end marker, which the writer adds, has a mark
+    too.
 
     Parts are encoded one by one, as a prompt is before its completion is known. After a chat
-    template the marker counts as the template's own at the end does, which it replaces.
+    template the marker counts as the template's own final token does, which it replaces.
     """
-    pieces = [
+    each_tokens = [
         tokenizer.encode(p.text.encode(errors="replace"), marks=p.marks)
         if p.tokens is None
         else np.array(p.tokens)
         for p in parts
     ]
-    each = [np.full(len(t), p.counted, np.uint8) for p, t in zip(parts, pieces, strict=True)]
-    tokens = np.concatenate(pieces).astype(token_dtype(tokenizer.vocab_size))
+    each = [np.full(len(t), p.counted, np.uint8) for p, t in zip(parts, each_tokens, strict=True)]
+    tokens = np.concatenate(each_tokens).astype(token_dtype(tokenizer.vocab_size))
     counted = np.concatenate(each)
     if parts[-1].tokens is None:
         return tokens, np.append(counted, np.uint8(parts[-1].counted))

@@ -17,7 +17,7 @@ import numpy as np
 from zpp_lab.config.data import DataConfig
 from zpp_lab.files import damaged, parse_json, read_text
 
-_PIECE = 1 << 20  # bytes that a BPE encodes at once; bounds its memory for one huge document
+_CHUNK = 1 << 20  # bytes that a BPE encodes at once; bounds its memory for one huge document
 END = "<|end|>"
 _FILE = "tokenizer.json"
 _AGAIN = "set data.tokenizer_path to a tokenizer's, or save it again"
@@ -26,25 +26,26 @@ _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class Tokenizer(Protocol):
-    """`end` is the token that closes a document."""
+    """Text to tokens and back. `end` is the token that closes a document."""
 
     vocab_size: int
     end: int
 
     def encode(self, text: bytes, marks: bool = False) -> np.ndarray:
-        """Tokens of `text` without the end marker, as `token_dtype(vocab_size)` [tokens].
+        """Encode `text` without the end marker, as `token_dtype(vocab_size)` [tokens].
 
         marks: special tokens that `text` spells out are those tokens, not text.
         """
 
     def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """`encode` of each text, on as many cores as there are."""
+        """Encode each text, on as many cores as there are."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, end markers included; bytes that are no UTF-8 are replaced."""
+        """Return the text of tokens, end markers included; bytes that are not UTF-8 are
+        replaced."""
 
     def dumps(self) -> str:
-        """Everything that decides how text is encoded, as text."""
+        """Return everything that decides how text is encoded, as text."""
 
     @property
     def identity(self) -> str:
@@ -52,7 +53,7 @@ class Tokenizer(Protocol):
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest unsigned type that holds every token, little-endian."""
+    """Return the smallest unsigned type that holds every token, little-endian."""
     return np.min_scalar_type(vocab_size - 1).newbyteorder("<")
 
 
@@ -100,8 +101,8 @@ class LibraryTokenizer:
     @property
     def identity(self) -> str:
         """sha256 of what turns text into tokens, not of what turns them back."""
-        said = json.loads(self.model.to_str())
-        used = {key: said[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+        found = json.loads(self.model.to_str())
+        used = {key: found[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
         return hashlib.sha256(json.dumps([used, self.end], sort_keys=True).encode()).hexdigest()
 
 
@@ -131,7 +132,7 @@ class BpeTokenizer(LibraryTokenizer):
             initial_alphabet=byte_level.alphabet(),
             show_progress=False,
         )
-        model.train_from_iterator((p for t in texts for p in pieces(t)), trainer)
+        model.train_from_iterator((p for t in texts for p in chunks(t)), trainer)
         if model.get_vocab_size() != vocab_size:
             raise ValueError(
                 f"data.vocab_size={vocab_size}: the training text is enough for a BPE of "
@@ -149,11 +150,11 @@ class BpeTokenizer(LibraryTokenizer):
 
 
 def text_bytes(cfg: DataConfig, folder: Path) -> np.ndarray | None:
-    """Bytes of text that each token stands for, int64 [largest token + 1]; marks stand for none.
+    """Return the bytes of text that each token stands for, int64 [largest token + 1]; 0 for marks.
 
-    folder: where the tokens were prepared, with a BPE's tokenizer.json. Read without the
-    tokenizers package. None for an outside tokenizer that is not byte-level: its tokens alone do
-    not tell their bytes.
+    folder: where the tokens were prepared, with a BPE's tokenizer.json. Read without the tokenizers
+    package. None for an outside tokenizer that is not byte-level: its tokens alone do not determine
+    their bytes.
     """
     if cfg.tokenizer == "bytes":
         sizes = np.ones(ByteTokenizer.vocab_size, np.int64)
@@ -161,11 +162,11 @@ def text_bytes(cfg: DataConfig, folder: Path) -> np.ndarray | None:
         return sizes
     outside = cfg.tokenizer == "hf" and cfg.tokenizer_path is not None
     file = definition_file(Path(str(cfg.tokenizer_path))) if outside else folder / _FILE
-    said = parse_json(file, _AGAIN)
-    vocabulary = (said.get("model") or {}).get("vocab")
-    if not isinstance(vocabulary, dict) or "ByteLevel" not in _parts(said.get("pre_tokenizer")):
+    found = parse_json(file, _AGAIN)
+    vocabulary = (found.get("model") or {}).get("vocab")
+    if not isinstance(vocabulary, dict) or "ByteLevel" not in _parts(found.get("pre_tokenizer")):
         return None
-    added = {entry["id"]: entry for entry in said.get("added_tokens") or []}
+    added = {entry["id"]: entry for entry in found.get("added_tokens") or []}
     sizes = np.zeros(1 + max([*vocabulary.values(), *added]), np.int64)
     for token, number in vocabulary.items():
         sizes[number] = len(token)  # a character of a byte-level token is a byte
@@ -175,7 +176,7 @@ def text_bytes(cfg: DataConfig, folder: Path) -> np.ndarray | None:
 
 
 def _parts(step: Any) -> set[str]:
-    """Kinds of a tokenizer.json's step, such as its pre_tokenizer, those of a sequence too."""
+    """Return the kinds of a tokenizer.json's step, such as its pre_tokenizer, and of its parts."""
     if not isinstance(step, dict):
         return set()
     inner = [part for key in ("pretokenizers", "decoders") for part in step.get(key) or []]
@@ -183,7 +184,7 @@ def _parts(step: Any) -> set[str]:
 
 
 def library(setting: str) -> Any:
-    """The tokenizers package; ValueError when `setting` needs it and it is not installed."""
+    """Import the tokenizers package; ValueError when `setting` needs it and it is not installed."""
     try:
         import tokenizers
     except ImportError:
@@ -194,18 +195,18 @@ def library(setting: str) -> Any:
 
 
 def encode_together(model: Any, texts: Sequence[bytes], dtype: np.dtype) -> list[np.ndarray]:
-    """Tokens of each text; the library shares the pieces of all texts out to its threads."""
-    cut = [list(pieces(text)) for text in texts]
-    whole = [piece for own in cut for piece in own]
+    """Encode each text; the library shares the chunks of all texts out to its threads."""
+    cut = [list(chunks(text)) for text in texts]
+    whole = [chunk for own in cut for chunk in own]
     found = iter(model.encode_batch(whole, add_special_tokens=False))
     return [np.array([t for _ in own for t in next(found).ids], dtype) for own in cut]
 
 
-def pieces(text: bytes) -> Iterator[str]:
-    """`text` cut after line ends into parts of at most about `_PIECE` bytes."""
+def chunks(text: bytes) -> Iterator[str]:
+    """Yield `text` cut after line ends into parts of at most about `_CHUNK` bytes."""
     start = 0
     while start < len(text):
-        stop = start + _PIECE
+        stop = start + _CHUNK
         if stop < len(text):
             line = text.rfind(b"\n", start, stop) + 1
             stop = line if line > start else after_character(text, stop)
@@ -214,22 +215,22 @@ def pieces(text: bytes) -> Iterator[str]:
 
 
 def after_character(text: bytes, position: int) -> int:
-    """`position`, or the next place in UTF-8 `text` that lies between two characters."""
+    """Return `position`, or the next place in UTF-8 `text` that lies between two characters."""
     while position < len(text) and text[position] & 0xC0 == 0x80:
         position += 1
     return position
 
 
 class OutsideTokenizer(LibraryTokenizer):
-    """What a tokenizer.json says, without the marks that it would put around a text.
+    """A tokenizer.json, without the marks that it would put around a text.
 
     `vocab_size` is the largest token plus one. Text that is not UTF-8 is read with replacement
     characters, and a special token spelt out in a text is text.
     """
 
     def __init__(self, path: Path, end: str | None = None) -> None:
-        """`path`: a tokenizer.json or its folder; `end`: the token that closes a document, None
-        for the one that the files beside it call eos_token. ValueError when it cannot be."""
+        """Open `path`, a tokenizer.json or its folder. `end`: the token that closes a document,
+        None for the eos_token of the files next to it. ValueError when it is invalid."""
         self.file = definition_file(path)
         self.definition = read_text(self.file, _AGAIN)
         try:
@@ -268,7 +269,8 @@ def open_outside(cfg: DataConfig) -> OutsideTokenizer:
 
 
 def definition_file(path: Path) -> Path:
-    """The tokenizer.json that `path`, a file or a folder, means. ValueError when there is none."""
+    """Return the tokenizer.json that `path`, a file or a folder, means. ValueError when there is
+    none."""
     file = path.expanduser()
     file = file / _FILE if file.is_dir() else file
     if not file.is_file():
@@ -280,15 +282,15 @@ def definition_file(path: Path) -> Path:
 
 
 def files_of(file: Path) -> list[Path]:
-    """The tokenizer.json, and what lies beside it, that transformers reads."""
+    """Return the tokenizer.json, and the files next to it that transformers reads."""
     beside = [file.parent / name for name in (*_SETTINGS, TEMPLATE)]
     return [file, *(path for path in beside if path.is_file())]
 
 
 def _end_of(file: Path) -> str | None:
     for path in (file.parent / name for name in _SETTINGS):
-        said = parse_json(path, _AGAIN) if path.is_file() else {}
-        token: Any = said.get("eos_token") if isinstance(said, dict) else None
+        found = parse_json(path, _AGAIN) if path.is_file() else {}
+        token: Any = found.get("eos_token") if isinstance(found, dict) else None
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str):

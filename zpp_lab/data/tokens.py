@@ -28,10 +28,10 @@ _COMMON = ("vocab_size", "hash", "files", "tokenizer")  # of the meta, fields of
 
 
 def open_data(cfg: DataConfig) -> TokenData | PackedData:
-    """The tokens that `cfg` describes, prepared on first use and reused afterwards.
+    """Open the tokens that `cfg` describes, prepared on first use and reused afterwards.
 
-    Raises ValueError for text that is missing, unreadable or too short for
-    `cfg.seq_len`, and OSError when the token files cannot be written.
+    ValueError for text that is missing, unreadable or too short for `cfg.seq_len`, OSError when the
+    token files cannot be written.
     """
     folder, meta = prepared(open_corpus(cfg), cfg)
     if cfg.name == "jsonl":
@@ -83,12 +83,11 @@ def _packed(folder: Path, meta: dict[str, Any], cfg: DataConfig) -> PackedData:
 class TokenData:
     """Training and held-out tokens of one corpus.
 
-    `hash` is the sha256 over the tokenizer, the split, and every document's name
-    and content, `tokenizer` that of what decides how text is encoded, `folder`
-    where the token files and a BPE's tokenizer.json lie. `streams`
-    maps a split to its tokens (memory-mapped, unsigned integers [tokens]),
-    `offsets` to where its documents start in there (int64 [documents + 1], the
-    last one is the end). `draw_ranks`: see `step`.
+    `hash` is the sha256 over the tokenizer, the split, and every document's name and content,
+    `tokenizer` that of what decides how text is encoded, `folder` where the token files and a BPE's
+    tokenizer.json lie. `streams` maps a split to its tokens (memory-mapped, unsigned integers
+    [tokens]), `offsets` to the start of each document in it (int64 [documents + 1], the last one is
+    the end). `draw_ranks`: see `step`.
     """
 
     vocab_size: int
@@ -111,7 +110,7 @@ class TokenData:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of how the text was used."""
+        """Notes for the user on how the text was used."""
         return ()
 
     @property
@@ -121,7 +120,7 @@ class TokenData:
     def step(
         self, seed: int, step: int, world: int, micros: int, batch_size: int, seq_len: int
     ) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-        """(rank, micro-step) → the batch of one step.
+        """Return (rank, micro-step) → the batch of one step.
 
         With `draw_ranks` the step's sequences are those that so many ranks would draw in one
         micro-step; ranks here take them in order, micro-step by micro-step. ValueError when they
@@ -136,7 +135,7 @@ class TokenData:
     def turns(
         self, seed: int, step: int, world: int, micros: int, batch_size: int, seq_len: int
     ) -> np.ndarray:
-        """Where the sequences of `step` begin, int64 [world, micros, batch_size]."""
+        """Return where the sequences of `step` begin, int64 [world, micros, batch_size]."""
         shape = (world, micros, batch_size)
         if not self.draw_ranks:
             each = [(r, m) for r in range(world) for m in range(micros)]
@@ -152,7 +151,7 @@ class TokenData:
         return np.concatenate(drawn).reshape(shape)
 
     def documents(self, start: int, seq_len: int) -> range:
-        """Which training documents the window from `start` on reads, from 0 on."""
+        """Return which training documents the window from `start` on reads, from 0 on."""
         ends = (start, start + seq_len)
         first, last = np.searchsorted(self.offsets["train"], ends, side="right")
         return range(int(first) - 1, int(last))
@@ -160,11 +159,11 @@ class TokenData:
     def batch(
         self, seed: int, step: int, rank: int, micro: int, batch_size: int, seq_len: int
     ) -> tuple[Tensor, Tensor]:
-        """(inputs, targets) of one micro-step of one rank: int64 [batch_size, seq_len], CPU.
+        """Return (inputs, targets) of one micro-step of one rank: int64 [batch_size, seq_len], CPU.
 
-        Windows start anywhere in the training tokens. A pure function of its arguments:
-        the generator's key is `seed`, its counter the rest, and its raw bits are used,
-        which NumPy keeps the same in every version.
+        Windows start anywhere in the training tokens. A pure function of its arguments: the
+        generator's key is `seed`, its counter the rest, and its raw bits are used, which NumPy
+        keeps the same in every version.
         """
         starts = self._starts(seed, step, rank, micro, batch_size, seq_len)
         return self._windows("train", starts, seq_len)
@@ -172,24 +171,24 @@ class TokenData:
     def _starts(
         self, seed: int, step: int, rank: int, micro: int, count: int, seq_len: int
     ) -> np.ndarray:
-        """Where the windows of a batch begin, int64 [count]."""
+        """Return where the windows of a batch begin, int64 [count]."""
         bits = np.random.Philox(key=seed, counter=[0, step, rank, micro]).random_raw(count)
-        return (bits % np.uint64(self._room("train", seq_len))).astype(np.int64)
+        return (bits % np.uint64(self._places("train", seq_len))).astype(np.int64)
 
     def heldout(
         self, tokens: int, batch_size: int, seq_len: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same held-out windows every time: about `tokens` tokens, spread evenly.
+        """Yield the same held-out windows every time: about `tokens` tokens, spread evenly.
 
-        Yields (inputs, targets) as `batch` does. Windows do not overlap and do not depend
-        on `batch_size`, so the last batch may be shorter: weight a mean by its rows.
+        Yields (inputs, targets) as `batch` does. Windows do not overlap and do not depend on
+        `batch_size`, so the last batch may be shorter: weight a mean by its rows.
         """
         starts = self._heldout_starts(tokens, seq_len)
         for first in range(0, len(starts), batch_size):
             yield self._windows("heldout", starts[first : first + batch_size], seq_len)
 
     def heldout_documents(self, tokens: int, seq_len: int) -> np.ndarray:
-        """The document of each target of `heldout`, int64 [targets], in the same order.
+        """Return the document of each target of `heldout`, int64 [targets], in the same order.
 
         Documents count from 0 in the held-out split; their end markers belong to them.
         """
@@ -197,19 +196,19 @@ class TokenData:
         return np.searchsorted(self.offsets["heldout"], targets.ravel(), side="right") - 1
 
     def _heldout_starts(self, tokens: int, seq_len: int) -> np.ndarray:
-        windows = -(-self._room("heldout", seq_len) // seq_len)  # rounded up
+        windows = -(-self._places("heldout", seq_len) // seq_len)  # rounded up
         wanted = min(windows, max(1, tokens // seq_len))
         return np.arange(wanted) * windows // wanted * seq_len
 
-    def _room(self, split: Split, seq_len: int) -> int:
-        """In how many places a window of `seq_len` inputs and their targets can start."""
-        room = len(self.streams[split]) - seq_len
-        if room < 1:
+    def _places(self, split: Split, seq_len: int) -> int:
+        """Return in how many places a window of `seq_len` inputs and their targets can start."""
+        places = len(self.streams[split]) - seq_len
+        if places < 1:
             raise ValueError(
                 f"data: {len(self.streams[split])} {split} tokens are too few for windows of "
                 f"{seq_len} tokens: use a smaller data.seq_len or more text"
             )
-        return room
+        return places
 
     def _windows(self, split: Split, starts: np.ndarray, seq_len: int) -> tuple[Tensor, Tensor]:
         at = starts[:, None] + np.arange(seq_len + 1)

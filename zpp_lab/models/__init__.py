@@ -26,13 +26,14 @@ __all__ = ["PARAM_CLASSES", "Llama", "ParamClass", "build_model", "initial_value
 def build_model(
     cfg: ModelConfig, vocab_size: int, device: str | torch.device = "cpu", seed: int = 0
 ) -> Any:
-    """The module that `cfg` describes, in fp32 on `device`, its weights from `seed` or a folder.
+    """Build the module that `cfg` describes, in fp32 on `device`, its weights from `seed` or a
+    folder.
 
-    It maps tokens and targets to the loss, and has `units()`, the modules whose parameters
-    travel together, and `start(seed)`, its first weights. With `cfg.lora` the model is frozen
-    and adapters stand beside its linear layers. `vocab_size` is the tokenizer's.
-    On the meta device the parameters have shapes only and nothing is initialised.
-    Raises ValueError when the model's vocabulary is too small for the tokenizer.
+    It maps tokens and targets to the loss, and has `units()`, the modules whose parameters travel
+    together, and `start(seed)`, its first weights. With `cfg.lora` the model is frozen and its
+    linear layers have adapters. `vocab_size` is the tokenizer's. On the meta device the parameters
+    have shapes only and nothing is initialised. ValueError when the model's vocabulary is too small
+    for the tokenizer.
     """
     base = partial(_plain, replace(cfg, lora=LoraConfig()), vocab_size)
     model = base()

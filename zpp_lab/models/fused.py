@@ -43,7 +43,7 @@ HALVES = (torch.bfloat16, torch.float16)  # fp32 would gain no cast
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the kernels take `x` and what is shaped like it."""
+    """Return whether the kernels take `x` and tensors shaped like it."""
     if torch.compiler.is_compiling() or not triton_serves(x):
         return False
     even = x.storage_offset() % 2 == 0  # pairs are read as words
@@ -51,14 +51,15 @@ def serves(x: Tensor) -> bool:
 
 
 def rotated(x: Tensor, table: Tensor) -> Tensor:
-    """x [batch, length, heads, head_dim], which `serves`: its neighbouring pairs turned by table,
-    fp32 [length, 1, head_dim / 2, 2], in x's dtype."""
+    """Rotate neighbouring pairs of x, [batch, length, heads, head_dim], which `serves`, by table,
+    fp32 [length, 1, head_dim / 2, 2]; returns x's dtype."""
     out: Tensor = _Rotated.apply(x, table)  # type: ignore[no-untyped-call]
     return out
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up of one shape and dtype, which `serves`, with silu(gate) rounded to it."""
+    """Return silu(gate) · up of one shape and dtype, which `serves`, with silu(gate) rounded to
+    it."""
     assert serves(up), "its gate is served, and it lies elsewhere"
     assert (up.shape, up.dtype) == (gate.shape, gate.dtype), "unlike its gate"
     if not torch.is_grad_enabled():
@@ -68,7 +69,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """fp32 [N]: of each row of log_softmax(logits, in fp32) the target's.
+    """Return each row's target log-probability, fp32 [N], of log_softmax(logits, in fp32).
 
     logits [N, vocab], which `serves`; targets int64 [N], each in the vocabulary.
     """
@@ -146,7 +147,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _rows_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row the target's log-probability, the largest logit and the logarithm of the sum of
+    """Return each row's target log-probability, its largest logit and the logarithm of the sum of
     exp(logit - largest), fp32 [N] each."""
     vocab = logits.shape[1]
     if _known_order(vocab, logits.dtype, logits.device):
@@ -168,7 +169,7 @@ def _log_probs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _known_order(vocab: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch's log-softmax of such rows adds in the order of `_log_probs_kernel`."""
+    """Return whether torch's log-softmax of such rows adds in the order of `_log_probs_kernel`."""
     if vocab > MOST_SUMS * THREADS:
         return False
     if (vocab, dtype, device) not in _SEEN:

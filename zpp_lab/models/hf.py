@@ -1,21 +1,18 @@
 """Any causal language model of Hugging Face's transformers, as a model that engines can train.
 
 The module keeps its class and its parameter names; only `forward` takes tokens and targets, and
-`units` names the decoder layers. It is built with parameters on the meta device, and its
-buffers (rotary frequencies, for instance) are real: they follow from the config.
+`units` names the decoder layers. It is built with parameters on the meta device, and its buffers
+(rotary frequencies, for instance) are real: they follow from the config.
 
-Losses can do without whole logits (`head_inputs`): what goes into the head is taken out. A
-vocabulary of 152,000 makes 3.5 GiB of logits and their gradients from 2048 tokens.
+Losses can do without whole logits: `head_inputs` takes what goes into the head. A vocabulary of
+152,000 makes 3.5 GiB of logits and their gradients from 2048 tokens.
 
-Whether a model sees the tokens that it shall predict is asked before it trains. BERT and its kin
-are built as causal models and are none until their config says so: they learn to copy the next
-token, and their loss falls to nothing.
-
-The model itself is asked, on the CPU, with its last token changed: what it says of the tokens
-before may not move. It is asked without its size: of its layers the first of each kind, and as
-weights views of a short row of random numbers (w[i, j] = row[i + j]), so that a layer takes the
-memory of its largest matrix, for the time of one product. Neither weights nor a generator of the
-run are touched.
+`check_causal` tests whether a model sees the tokens that it shall predict: BERT and its kin are
+built as causal models and are none until their config says so, so they learn to copy the next
+token. The model runs on the CPU with its last token changed: earlier logits may not change. It runs
+small: the first layer of each kind, and as weights views of a short row of random numbers (w[i, j]
+= row[i + j]), so that a layer takes the memory of its largest matrix, for the time of one product.
+Neither weights nor a generator of the run are touched.
 """
 
 from __future__ import annotations
@@ -50,9 +47,10 @@ Build = Callable[[Any], nn.Module]
 
 
 def check_causal(settings: Any, layers: str, build: Build) -> None:
-    """ValueError where the model that build(settings) makes, on the meta device, sees later tokens;
-    it names the setting that helps. layers: its ModuleList. Where that cannot be found out, a line
-    on stderr says so. A model is asked once in a process.
+    """ValueError where the model that build(settings) makes, on the meta device, sees later tokens.
+
+    layers: its ModuleList. Where that cannot be found out, a line on stderr says so. Each model is
+    checked once in a process.
     """
     kind: Any = type(settings)
     _check(kind, settings.to_json_string(use_diff=False), layers, build)
@@ -76,7 +74,7 @@ def _check(kind: Any, text: str, layers: str, build: Build) -> None:
 
 
 def sees_later(settings: Any, layers: str, build: Build) -> bool:
-    """Whether logits depend on tokens after their own. ValueError where they do not even depend on
+    """Return whether logits depend on later tokens. ValueError where they do not even depend on
     their own, or are not finite; whatever the model raises when it cannot run."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model: Any = _filled(build(copy.deepcopy(settings)), settings, layers)
@@ -99,7 +97,8 @@ def _say_unknown(kind: str, error: Exception) -> None:
 
 
 def _tokens(settings: Any) -> tuple[Tensor, Tensor]:
-    """Two rows of tokens, int64 [1, n], that differ in the last one; none has a special meaning."""
+    """Return two rows of tokens, int64 [1, n], that differ in the last one; none has a special
+    meaning."""
     text = settings.get_text_config()
     special = {v for k, v in text.to_dict().items() if k.endswith("token_id") and type(v) is int}
     plain = [i for i in range(min(text.vocab_size, 4 * _TOKENS)) if i not in special]
@@ -110,7 +109,7 @@ def _tokens(settings: Any) -> tuple[Tensor, Tensor]:
 
 
 def _filled(model: Any, settings: Any, layers: str) -> nn.Module:
-    """`model` with few layers and weights that take no memory; to be run, not trained."""
+    """Give `model` few layers and weights that take no memory; to be run, not trained."""
     model.eval()
     parent, _, name = layers.rpartition(".")
     blocks = list(model.get_submodule(layers))
@@ -129,13 +128,13 @@ def _filled(model: Any, settings: Any, layers: str) -> nn.Module:
 
 
 def _enough(settings: Any, layers: int) -> int:
-    """Layers from the first to where each kind has come once, as far as the config tells kinds."""
+    """Count layers from the first to where each kind has come once, by the config's layer types."""
     kinds = list(getattr(settings.get_text_config(), "layer_types", None) or ())[:layers]
     return max((kinds.index(kind) + 1 for kind in set(kinds)), default=1)
 
 
 def _shorten(head: Any) -> None:
-    """A large vocabulary's head to its first rows; meta parameters."""
+    """Cut a large vocabulary's head to its first rows; meta parameters."""
     weight = getattr(head, "weight", None)
     if weight is None or weight.dim() != 2 or weight.numel() < 1 << 22:
         return
@@ -146,7 +145,7 @@ def _shorten(head: Any) -> None:
 
 
 def _values(shape: torch.Size, scale: float, numbers: torch.Generator) -> Tensor:
-    """Random fp32 of `shape`, with scale or 1 / sqrt(columns) as deviation; vectors are about 1."""
+    """Draw fp32 of `shape`, with scale or 1 / sqrt(columns) as deviation; vectors are about 1."""
     if len(shape) < 2:
         return 1 + 0.1 * torch.randn(shape, generator=numbers)
     if shape[-2:].numel() > _LARGEST and not scale:
@@ -181,7 +180,7 @@ def head_inputs(model: Any, logits: Callable[[], Tensor]) -> tuple[Tensor, Tenso
 
 
 def _before(head: Any, logits: Callable[[], Tensor], name: str) -> Tensor:
-    """What goes into the head, which passes it on for the time being."""
+    """Return what goes into the head, which passes it on while logits() runs."""
     given: list[Tensor] = []
 
     def through(x: Tensor) -> Tensor:
@@ -201,11 +200,11 @@ def _before(head: Any, logits: Callable[[], Tensor], name: str) -> Tensor:
 
 
 def build_hf(cfg: ModelConfig, vocab_size: int) -> nn.Module:
-    """The model that `cfg` names, fp32, parameters on the meta device; not initialised.
+    """Build the model that `cfg` names, fp32, parameters on the meta device; not initialised.
 
-    ValueError when transformers is not installed or does not know the model, when the
-    vocabulary is smaller than the tokenizer's, for dropout, which no run could repeat, and for a
-    model that sees the tokens which it shall predict.
+    ValueError when transformers is not installed or does not know the model, when the vocabulary is
+    smaller than the tokenizer's, for dropout, which no run could repeat, and for a model that is
+    not causal.
     """
     settings = read_config(cfg)
     _check_vocabulary(cfg, settings, vocab_size)
@@ -220,7 +219,8 @@ def build_hf(cfg: ModelConfig, vocab_size: int) -> nn.Module:
 
 
 def read_config(cfg: ModelConfig) -> Any:
-    """The transformers config of `model.path`, or of `model.options.model_type`, with options."""
+    """Read the transformers config of `model.path`, or of `model.options.model_type`, with
+    options."""
     check_model_path(cfg)
     library, options = _transformers(), dict(cfg.options or {})
     if cfg.path is None:
@@ -253,8 +253,8 @@ def _config_of_kind(library: Any, kind: str) -> Any:
 
 
 def _config_at(library: Any, path: str) -> Any:
-    """Of a folder, of a config.json, or of a name on the Hub; without a network that one comes
-    from the Hub's cache, or the error does at once."""
+    """Read the config of a folder, a config.json, or a name on the Hub; without a network that
+    comes from the Hub's cache, or the error does at once."""
     here = Path(path).exists()
     online = here or files.reachable()
     try:
@@ -275,7 +275,8 @@ def _config_at(library: Any, path: str) -> Any:
 
 
 def find_units(model: nn.Module, named: str | None) -> list[tuple[str, nn.Module]]:
-    """The modules of the ModuleList called `named`; without a name, of the one with most weights.
+    """Return the modules of the ModuleList called `named`; without a name, of the one with most
+    weights.
 
     That list is the decoder's layers in every decoder-only model; lists inside a layer (experts)
     hold fewer.
@@ -328,7 +329,7 @@ def _meta_model(settings: Any) -> nn.Module:
 def _adapted(
     model: nn.Module, cfg: ModelConfig, settings: Any, units: list[tuple[str, nn.Module]]
 ) -> nn.Module:
-    """The same object with our `forward`, `units` and `start`, by a subclass of its own class."""
+    """Give the same object our `forward`, `units` and `start`, by a subclass of its own class."""
     kind: Any = type(model)
     longest = int(getattr(settings, "max_position_embeddings", 0) or 0)
     chunk = cfg.loss_chunk
@@ -345,9 +346,9 @@ def _adapted(
             share: Tensor | None = None,
             each: bool = False,
         ) -> Tensor:
-            """Mean cross-entropy in nats (fp32 scalar), see `mean_of` for `share`, or logits
-            [batch, length, vocab] when there are no targets. Those: int64 [batch, length].
-            `each`, in chunks: every target's own scores, fp32 [2, batch · length]."""
+            """Return the mean cross-entropy in nats (fp32 scalar), see `mean_of` for `share`, or
+            without targets logits [batch, length, vocab]. Tokens and targets: int64 [batch,
+            length]. `each`, in chunks: every target's own scores, fp32 [2, batch · length]."""
             if longest and tokens.shape[1] > longest:
                 raise ValueError(
                     f"data.seq_len={tokens.shape[1]}: this model has {longest} positions; use at "
@@ -385,7 +386,8 @@ def _adapted(
 
 
 def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Inside the unit's hooks, so that whoever wraps the unit gathers its weights once a pass."""
+    """Run a block again in backward, inside the unit's hooks, so that whoever wraps the unit
+    gathers its weights once a pass."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

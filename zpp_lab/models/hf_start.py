@@ -18,8 +18,8 @@ _TABLE = r"rotary_emb\.inv_freq$"  # older files hold it; models compute it
 
 
 class RandomStart(Start):
-    """transformers' own rule for each parameter, drawn from a seed of its own: a pure function
-    of (seed, name, shape), whatever is built before it or on which rank."""
+    """transformers' own rule for each parameter, drawn from a seed of its own: a pure function of
+    (seed, name, shape), whatever is built before it or on which rank."""
 
     def __init__(self, twin: nn.Module, seed: int) -> None:
         """`twin`: the model with parameters on the meta device, as transformers made it."""
@@ -30,8 +30,8 @@ class RandomStart(Start):
 
     @torch.no_grad()
     def _whole(self, name: str) -> Tensor:
-        """The rule of the module that owns it, then those of the modules around that one, which
-        may change it (GPT-2 scales projections into the residual stream)."""
+        """Apply the rule of the module that owns a parameter, then those of the modules around that
+        one, which may change it (GPT-2 scales projections into the residual stream)."""
         path, _, attribute = name.rpartition(".")
         owner = self.twin.get_submodule(path)
         kept = owner._parameters[attribute]
@@ -53,7 +53,8 @@ class RandomStart(Start):
         return value.detach()
 
     def _around(self, path: str) -> list[tuple[nn.Module, Any]]:
-        """The module at `path` and those around it, each with the rule of its nearest model."""
+        """Return the module at `path` and those around it, each with the rule of its nearest
+        model."""
         parts = path.split(".") if path else []
         chain: list[nn.Module] = [self.twin]
         for part in parts:
@@ -68,8 +69,8 @@ class RandomStart(Start):
 class SavedStart(Start):
     """Weights of a folder as `save_pretrained` writes it, in one file or several.
 
-    Rows are read straight from the file. ValueError lists every tensor that is missing, left
-    over, or of another shape.
+    Rows are read straight from the file. ValueError lists every tensor that is missing, left over,
+    or of another shape.
     """
 
     def __init__(self, folder: Path, twin: nn.Module) -> None:
@@ -91,7 +92,8 @@ class SavedStart(Start):
         return self.stored.whole(self.names[name][0])
 
     def _match(self, twin: nn.Module) -> dict[str, list[str]]:
-        """Each parameter's and saved buffer's name → its names in the files (two when tied)."""
+        """Map each parameter's and saved buffer's name to its names in the files (two when
+        tied)."""
         wanted = _aliases(twin)
         saved = _in_model(self.stored.files, twin, wanted)
         found: dict[str, list[str]] = defaultdict(list)
@@ -113,17 +115,17 @@ class SavedStart(Start):
 
 
 def _aliases(twin: nn.Module) -> dict[str, str]:
-    """Every name that a checkpoint may use → the parameter's or saved buffer's first name."""
+    """Map every name that a checkpoint may use to the parameter's or saved buffer's first name."""
     names = {id(p): n for n, p in twin.named_parameters()}
     state = twin.state_dict(keep_vars=True)
     return {n: names.get(id(t), n) for n, t in state.items()}
 
 
 def _in_model(saved: Iterable[str], twin: Any, wanted: dict[str, str]) -> dict[str, str | None]:
-    """The model's name for each saved tensor, None where it has none.
+    """Map each saved tensor to the model's name, None where it has none.
 
-    transformers knows older names, and that a bare base model is saved without its prefix.
-    Tensors that it would stack or split stay unknown: rows of those cannot be read.
+    transformers knows older names, and that a bare base model is saved without its prefix. Tensors
+    that it would stack or split stay unknown: rows of those cannot be read.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key

@@ -27,20 +27,20 @@ from zpp_lab.models.params import feeds_residual, param_class
 _BINS = 1 << 16  # of the normal distribution, each as likely as the others
 _TAIL = 2.0**-19  # what lies beyond is drawn from the outermost bins, up to 4.6 deviations
 _WORDS = 4  # elements served by one Philox block, 32 bits each
-_PIECE = {"cpu": 1 << 14}  # blocks drawn at once: in the cache, or enough to fill a GPU
+_AT_ONCE = {"cpu": 1 << 14}  # blocks drawn at once: in the cache, or enough to fill a GPU
 _LARGE = 1 << 22
 
 
 def initial_value(name: str, shape: tuple[int, ...], seed: int, cfg: ModelConfig) -> Tensor:
-    """The full parameter `name` at the start: fp32 on the CPU, of `shape`.
+    """Return the full parameter `name` at the start: fp32 on the CPU, of `shape`.
 
-    Vectors are ones. Matrices are normal with deviation 1 / sqrt(columns), the
-    projections into the residual stream divided by sqrt(2 * layers) more so
-    that depth does not raise its variance. Embedding and head have deviations of their own
-    (`model.embedding_std`, `model.head_std`). Logits of hidden values around 1 vary by
-    head_std · sqrt(dim), and the loss starts at about ln(vocab) + head_std² · dim / 2: with 0.02
-    1 nat too many at 5120 columns. Norms divide by the stream's length, so gradients of the first
-    blocks grow with 1 / embedding_std; PaLM (Chowdhery et al. 2022, section 2) takes 1.
+    Vectors are ones. Matrices are normal with deviation 1 / sqrt(columns), projections into the
+    residual stream divided by sqrt(2 * layers) more so that depth does not raise its variance.
+    Embedding and head have deviations of their own (`model.embedding_std`, `model.head_std`).
+    Logits of hidden values around 1 vary by head_std · sqrt(dim), and the loss starts at about
+    ln(vocab) + head_std² · dim / 2: with 0.02 1 nat too many at 5120 columns. Norms divide by the
+    stream's length, so gradients of the first blocks grow with 1 / embedding_std; PaLM (Chowdhery
+    et al. 2022, section 2) takes 1.
     """
     if len(shape) < 2:
         return torch.ones(shape)
@@ -56,7 +56,7 @@ def initial_rows(
     cfg: ModelConfig,
     device: torch.device,
 ) -> Tensor:
-    """Rows [first, last) of the parameter `name` under model.init=philox: fp32 on `device`.
+    """Return rows [first, last) of the parameter `name` under model.init=philox: fp32 on `device`.
 
     Deviations as in `initial_value`; other numbers.
     """
@@ -69,11 +69,11 @@ def initial_rows(
 
 
 def _normals(key: int, first: int, last: int, device: torch.device) -> Tensor:
-    """Elements [first, last) of the key's endless normal stream, fp32."""
+    """Return elements [first, last) of the key's endless normal stream, fp32."""
     out = torch.empty(last - first, device=device)
-    piece = _PIECE.get(device.type, _LARGE)
-    for block in range(first // _WORDS, -(-last // _WORDS), piece):
-        stop = min(block + piece, -(-last // _WORDS))
+    most = _AT_ONCE.get(device.type, _LARGE)
+    for block in range(first // _WORDS, -(-last // _WORDS), most):
+        stop = min(block + most, -(-last // _WORDS))
         drawn = _blocks(key, block, stop, device)
         begin, end = max(first, block * _WORDS), min(last, stop * _WORDS)
         out[begin - first : end - first] = drawn[begin - block * _WORDS : end - block * _WORDS]
@@ -81,7 +81,7 @@ def _normals(key: int, first: int, last: int, device: torch.device) -> Tensor:
 
 
 def _blocks(key: int, first: int, last: int, device: torch.device) -> Tensor:
-    """Normals of Philox blocks [first, last): fp32 [4 · (last - first)].
+    """Return the normals of Philox blocks [first, last): fp32 [4 · (last - first)].
 
     Of a word's 32 bits the high half picks a bin and the low half a place in it: the distribution
     is normal but for being even within each of 65,536 bins.
@@ -96,7 +96,7 @@ def _blocks(key: int, first: int, last: int, device: torch.device) -> Tensor:
 
 @cache
 def _table(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Each bin's lower edge in deviations, and its width: fp32 [65536]."""
+    """Return each bin's lower edge in deviations, and its width: fp32 [65536]."""
     inverse = NormalDist().inv_cdf
     half = [inverse(max(_TAIL, i / _BINS)) for i in range(_BINS // 2)]
     edges = torch.tensor([*half, 0.0, *(-x for x in reversed(half))], dtype=torch.float64)

@@ -50,7 +50,7 @@ UntilLast = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def can_recompute(bypassed: nn.Module, last: nn.Module, x: Tensor) -> bool:
-    """Whether `recomputed` serves.
+    """Return whether `recomputed` serves.
 
     Not where others look into the block: hooks of the modules whose call backward leaves out,
     adapters, autocast, the compiler. Nor where no gradient of `x` would call it back.
@@ -73,8 +73,8 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def recomputed(whole: Whole, until_last: UntilLast, last: nn.Module, x: Tensor) -> Tensor:
-    """`whole(x)`, of which backward computes `h, g = until_last(x)` again, where
-    `whole(x) = h + last(g)`. x floating [..., dim], which `can_recompute`.
+    """Return `whole(x)` = h + last(g); backward computes `h, g = until_last(x)` again. x floating
+    [..., dim], which `can_recompute`.
 
     Gradients of parameters go to their `.grad`: for `loss.backward()`, not for `autograd.grad`, nor
     for `backward(inputs=...)`. RuntimeError with `create_graph=True`.
@@ -109,8 +109,8 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _Unneeded(torch.autograd.Function):
-    """`F.linear(x, weight)` whose value nobody reads: its backward alone, by the calls that
-    autograd makes for it."""
+    """`F.linear(x, weight)` whose value nobody reads: its backward alone, by autograd's own
+    calls."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -132,14 +132,13 @@ class _Unneeded(torch.autograd.Function):
 class Rope:
     """Rotary position tables, shared by all blocks.
 
-    They are neither parameters nor buffers: a change of the model's dtype, or
-    a sharding engine that casts what enters a block, would round them.
+    They are neither parameters nor buffers: a change of the model's dtype, or a sharding engine
+    that casts what enters a block, would round them.
 
     Eagerly a rotation is one complex product, and on a GPU one kernel (`fused.py`). The compiler
-    makes no code for complex numbers, and each such product would cut a block's kernels in two, so
-    it gets the same product written out. Both agree to the bit where the complex one rounds each of
-    its products, as vectors of the CPU do; in what fills no vector, and in CUDA, a product and a
-    sum may fuse.
+    makes no code for complex numbers, so it gets the same product written out. Both agree to the
+    bit where the complex one rounds each of its products, as vectors of the CPU do; in what fills
+    no vector, and in CUDA, a product and a sum may fuse.
     """
 
     def __init__(self, head_dim: int, theta: float) -> None:
@@ -148,8 +147,8 @@ class Rope:
         self.tables: dict[tuple[torch.device, int], Tensor] = {}
 
     def table(self, length: int, device: torch.device) -> Tensor:
-        """Cosine and sine of each position's turns, fp32 [length, 1, head_dim / 2, 2]. Kept for
-        good: a captured CUDA graph reads the table at its old place."""
+        """Return cosine and sine of each position's turns, fp32 [length, 1, head_dim / 2, 2].
+        Cached for good: a captured CUDA graph reads the table at its old place."""
         key = (device, length)
         if key not in self.tables:
             self.tables[key] = self._compute(length).to(device)
@@ -172,12 +171,12 @@ class Rope:
 
 
 def complex_product(pairs: Tensor, table: Tensor) -> Tensor:
-    """Pairs of real and imaginary parts, fp32 [..., 2] each."""
+    """Multiply pairs of real and imaginary parts, fp32 [..., 2] each."""
     return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table))
 
 
 def written_out(pairs: Tensor, table: Tensor) -> Tensor:
-    """`complex_product` in real numbers."""
+    """Compute `complex_product` in real numbers."""
     (a, b), (cosine, sine) = pairs.unbind(-1), table.unbind(-1)
     return torch.stack((a * cosine - b * sine, a * sine + b * cosine), -1)
 
@@ -261,7 +260,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def _until_last(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`_compute` is the first of them + `mlp.w_down` of the second."""
+        """Return h and g: `_compute` is h + `mlp.w_down`(g)."""
         x = self._attend(x)
         return x, self.mlp.until_last(self.mlp_norm(x))
 
@@ -299,12 +298,11 @@ class Llama(nn.Module):
         share: Tensor | None = None,
         each: bool = False,
     ) -> Tensor:
-        """Mean cross-entropy in nats (fp32 scalar), or logits when there are no targets.
+        """Return the mean cross-entropy in nats (fp32 scalar), or logits when there are no targets.
 
-        tokens, targets: int64 [batch, length]. Logits: [batch, length, vocab] in the
-        parameters' dtype. `share`: see `mean_of`, for targets that do not all count. `each`: every
-        target's own scores (`token_scores`), fp32 [2, batch · length]; the loss of one that is
-        IGNORED is 0.
+        tokens, targets: int64 [batch, length]. Logits: [batch, length, vocab] in the parameters'
+        dtype. `share`: see `mean_of`, for targets that do not all count. `each`: every target's own
+        scores (`token_scores`), fp32 [2, batch · length]; the loss of one that is IGNORED is 0.
         """
         # Here, so that no compiled block ever makes a table: the others would find it made, and
         # be compiled a second time.
@@ -330,11 +328,11 @@ class Llama(nn.Module):
         return mean_of(logits, targets.flatten(), share)
 
     def units(self) -> list[tuple[str, nn.Module]]:
-        """The blocks in the order in which forward runs them, with their names."""
+        """Return the blocks in the order in which forward runs them, with their names."""
         return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
 
     def start(self, seed: int) -> Start:
-        """The first weights: every parameter from (seed, name, shape), see `init.py`, or
+        """Return the first weights: every parameter from (seed, name, shape), see `init.py`, or
         from the folder or the run that the config names."""
         if self.cfg.start:
             return RunStart(self, Path(self.cfg.start))

@@ -54,7 +54,7 @@ _DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings":
 
 
 def hf_name(name: str) -> str:
-    """LlamaForCausalLM's name of our parameter `name`."""
+    """Return LlamaForCausalLM's name of our parameter `name`."""
     if name in _ENDS:
         return _ENDS[name]
     _, layer, rest = name.split(".", 2)
@@ -62,24 +62,24 @@ def hf_name(name: str) -> str:
 
 
 def turned(name: str) -> bool:
-    """Whether the rows of `name` are turned by position, so that their order differs."""
+    """Return whether the rows of `name` are rotated by position, so that their order differs."""
     return name.endswith((".wq.weight", ".wk.weight", ".q_norm.weight", ".k_norm.weight"))
 
 
 def to_halves(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows [heads * head_dim, …] from our order to Hugging Face's."""
+    """Reorder rows [heads * head_dim, …] from ours to Hugging Face's."""
     heads = weight.shape[0] // head_dim
     return weight.unflatten(0, (heads, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def to_pairs(weight: Tensor, head_dim: int) -> Tensor:
-    """The inverse of `to_halves`."""
+    """Invert `to_halves`."""
     heads = weight.shape[0] // head_dim
     return weight.unflatten(0, (heads, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def hf_config(cfg: ModelConfig, vocab_size: int, seq_len: int, end: int | None) -> dict[str, Any]:
-    """config.json for a model of `cfg`; `end` closes a document."""
+    """Return config.json for a model of `cfg`; `end` closes a document."""
     return {
         "architectures": ["Qwen3ForCausalLM" if cfg.qk_norm else "LlamaForCausalLM"],
         "model_type": _kind(cfg),
@@ -152,23 +152,23 @@ def _check_config(folder: Path, cfg: ModelConfig, vocab_size: int) -> None:
     found = parse_json(path, "download the model again")
     if not isinstance(found, dict):
         raise damaged(path, "no mapping", "download the model again")
-    said: dict[str, Any] = _DEFAULTS | found
-    if said.get("model_type") != _kind(cfg):
+    theirs: dict[str, Any] = _DEFAULTS | found
+    if theirs.get("model_type") != _kind(cfg):
         other = {"llama": "model.qk_norm=false", "qwen3": "model.qk_norm=true"}
-        fix = f"{other.get(str(said.get('model_type')), 'model=hf')} to train it"
-        raise ValueError(f"{path}: a {said.get('model_type')} model; set {fix}")
-    if said.get("use_sliding_window"):
+        fix = f"{other.get(str(theirs.get('model_type')), 'model=hf')} to train it"
+        raise ValueError(f"{path}: a {theirs.get('model_type')} model; set {fix}")
+    if theirs.get("use_sliding_window"):
         raise ValueError(f"{path}: sliding-window attention; set model=hf to train it")
-    rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
+    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ValueError(f"{path}: rotary positions are scaled, {rope}; set model=hf to train it")
-    said["rope_theta"] = rope.get("rope_theta", said["rope_theta"])
+    theirs["rope_theta"] = rope.get("rope_theta", theirs["rope_theta"])
     own = {**_shape(cfg, vocab_size), "hidden_act": "silu"}
     wrong = [
-        f"{f'model.{_SETTINGS[key]}' if key in _SETTINGS else key} is {said[key]} there, "
+        f"{f'model.{_SETTINGS[key]}' if key in _SETTINGS else key} is {theirs[key]} there, "
         f"{value} here"
         for key, value in own.items()
-        if said.get(key) not in (value, None)  # None follows from the others
+        if theirs.get(key) not in (value, None)  # None follows from the others
     ]
     if wrong:
         raise ValueError(

@@ -26,8 +26,8 @@ _KINDS: dict[type, type] = {}  # class of a linear layer → the same with adapt
 def add_adapters(model: Any, cfg: LoraConfig, twin: Callable[[], Any]) -> None:
     """Freeze `model` and give every linear layer that `cfg` names its adapters, in place.
 
-    `twin()` is the same model without adapters on the meta device: it knows the base's start.
-    ValueError when a name matches nothing, and for a rank that is no low one.
+    `twin()` is the same model without adapters on the meta device: it has the base's start.
+    ValueError when a name matches nothing, and for a rank above a layer's full rank.
     """
     model.frozen_base = frozenset(n for n, _ in model.named_parameters())
     for p in model.parameters():
@@ -39,7 +39,7 @@ def add_adapters(model: Any, cfg: LoraConfig, twin: Callable[[], Any]) -> None:
 
 
 def frozen_base(model: nn.Module) -> frozenset[str]:
-    """The names of the parameters that adapters stand beside; none for a model without any."""
+    """Return the names of the parameters that have adapters; none for a model without any."""
     names: frozenset[str] = getattr(model, "frozen_base", frozenset())
     return names
 
@@ -49,14 +49,14 @@ def is_adapter(name: str) -> bool:
 
 
 def adapters_of(name: str) -> tuple[str, str]:
-    """The names of A and B that stand beside the weight `name`."""
+    """Return the names of A and B of the weight `name`."""
     module = name.rpartition(".")[0]
     return f"{module}.{A}", f"{module}.{B}"
 
 
 def adapter_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """An adapter at the start, fp32 on the CPU, a pure function of the arguments: B is zero, A
-    uniform in ± 1 / sqrt(in), which is Kaiming's rule with a = sqrt(5)."""
+    """Return an adapter at the start, fp32 on the CPU, a pure function of the arguments: B is zero,
+    A uniform in ± 1 / sqrt(in), which is Kaiming's rule with a = sqrt(5)."""
     if name.endswith(B):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(name_key(seed, name) >> 1)
@@ -64,18 +64,18 @@ def adapter_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, inputs_first: bool) -> Tensor:
-    """weight + scale · B A, fp32; `inputs_first`: the weight is [in, out]."""
+    """Return weight + scale · B A, fp32; `inputs_first`: the weight is [in, out]."""
     delta = (b @ a) * scale
     return weight + (delta.t() if inputs_first else delta)
 
 
 def inputs_first(model: nn.Module, name: str) -> bool:
-    """Whether the weight `name` of `model` is held as [in, out]."""
+    """Return whether the weight `name` of `model` is held as [in, out]."""
     return _is_conv1d(model.get_submodule(name.rpartition(".")[0]))
 
 
 class AdapterStart(Start):
-    """The base's own start, and `adapter_value` for what stands beside it."""
+    """The base's own start, and `adapter_value` for its adapters."""
 
     def __init__(self, base: Start, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
         self.base, self.shapes, self.seed = base, shapes, seed
@@ -93,7 +93,7 @@ class AdapterStart(Start):
 
 
 def _targets(model: Any, cfg: LoraConfig) -> dict[str, nn.Module]:
-    """The linear layers that get adapters, by name: those of the units, where every one is
+    """Return the linear layers that get adapters, by name: those of the units, where every one is
     called as a module. Outside, the built-in decoder reads its head's weight itself."""
     known = {
         f"{unit}.{name}": module
@@ -116,7 +116,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """GPT-2's linear layer in transformers, which holds its weight as [in, out]."""
+    """Return whether it is GPT-2's linear layer in transformers, which holds its weight as [in,
+    out]."""
     return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) and hasattr(module, "nf")
 
 
@@ -136,7 +137,8 @@ def _adapt(name: str, module: Any, cfg: LoraConfig) -> None:
 
 
 def _adapted(kind: Any) -> Any:
-    """`kind` with adapters in its forward; one class for all its layers, as compilers like it."""
+    """Return `kind` with adapters in its forward; one class for all its layers, as compilers
+    need."""
     if kind in _KINDS:
         return _KINDS[kind]
 

@@ -42,7 +42,7 @@ from zpp_lab.models import fused
 
 
 def heldout_size(length: int) -> int:
-    """Sequences of a held-out batch, of so many tokens each."""
+    """Return the sequences of a held-out batch, of so many tokens each."""
     return max(1, min(64, 8192 // length))
 
 
@@ -88,29 +88,30 @@ def _scores(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _predicted(logits: Tensor, targets: Tensor) -> Tensor:
-    """fp32 [N]: 1 where the target is the first of the row's largest logits, else 0."""
+    """Return 1 where the target is the first of the row's largest logits, else 0; fp32 [N]."""
     return (logits.argmax(-1) == targets).float()  # torch gives the first of equal ones
 
 
 def counted(targets: Tensor) -> int:
-    """How many of the targets the loss counts."""
+    """Return how many of the targets the loss counts."""
     return int((targets != IGNORED).sum())
 
 
 def mean_loss(losses: Tensor) -> float:
-    """Mean of fp32 token losses [N], in nats: the exact sum rounded to fp64, divided by N."""
+    """Return the mean of fp32 token losses [N], in nats: the exact sum rounded to fp64, divided by
+    N."""
     return total_loss(losses) / losses.numel()
 
 
 def total_loss(losses: Tensor) -> float:
-    """The exact sum of fp32 values [N], rounded once; NaN or infinite where they are."""
+    """Return the exact sum of fp32 values [N], rounded once; NaN or infinite where they are."""
     values = losses.tolist()
     total = math.fsum(v for v in values if math.isfinite(v))
     return total + sum(v for v in values if not math.isfinite(v))
 
 
 def mean_of(logits: Tensor, targets: Tensor, share: Tensor | None) -> Tensor:
-    """Cross-entropy in nats, an fp32 scalar: the mean, or the counted sum times a share.
+    """Return the cross-entropy in nats, an fp32 scalar: the mean, or the counted sum times a share.
 
     logits [N, vocab] of any floating dtype, targets int64 [N], share int64 [2]: a fraction.
     """
@@ -120,8 +121,9 @@ def mean_of(logits: Tensor, targets: Tensor, share: Tensor | None) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    """Of logits [N, vocab], widened to fp32, and int64 targets [N], of which IGNORED ones do not
-    count; in nats, fp32. reduction: mean, sum, or none for [N], as torch has them.
+    """Return the cross-entropy of logits [N, vocab], widened to fp32, and int64 targets [N], of
+    which IGNORED ones do not count; in nats, fp32. reduction: mean, sum, or none for [N], as
+    torch's.
 
     On a GPU one kernel each way (`fused.log_probs`) with the bits of torch's. It gives each row's
     target; the mean over rows and its gradient are torch's there too.
@@ -136,14 +138,14 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
 
 
 def times(total: Tensor, share: Tensor) -> Tensor:
-    """total · share[0] / share[1], the fraction rounded to fp32 first."""
+    """Return total · share[0] / share[1], the fraction rounded to fp32 first."""
     return total * (share[0].float() / share[1].float())
 
 
 def chunked_losses(
     hidden: Tensor, head: Tensor, targets: Tensor, chunk: int, z_loss: float = 0.0
 ) -> Tensor:
-    """Cross-entropy of every target in nats, fp32 [N]; 0 where it is IGNORED.
+    """Return the cross-entropy of every target in nats, fp32 [N]; 0 where it is IGNORED.
 
     hidden [N, dim] and head [vocab, dim] of one floating dtype, targets int64 [N]; logits are
     hidden · headᵀ, `chunk` rows at a time. The gradient is that of the loss + z_loss ·
@@ -191,8 +193,8 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
 def _logit_grads(
     hidden: Tensor, head: Tensor, targets: Tensor, grad: Tensor, z_loss: float
 ) -> Tensor:
-    """((1 + 2 · z_loss · logsumexp) · softmax - one-hot of the target) · grad, in the head's dtype
-    [C, vocab]."""
+    """Return ((1 + 2 · z_loss · logsumexp) · softmax - one-hot of the target) · grad, in the head's
+    dtype [C, vocab]."""
     grad = grad.masked_fill(targets == IGNORED, 0.0)
     logits = F.linear(hidden, head)
     made = torch.softmax(logits, -1, dtype=torch.float32)

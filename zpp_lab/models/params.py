@@ -23,7 +23,7 @@ _ATTENTION = {"attention", "self_attention", "self_attn"}
 
 
 def param_class(name: str) -> ParamClass:
-    """The kind of the parameter called `name`, such as "layers.0.attention.wq.weight".
+    """Return the kind of the parameter called `name`, such as "layers.0.attention.wq.weight".
 
     A name that fits no kind is "other".
     """
@@ -42,7 +42,8 @@ def param_class(name: str) -> ParamClass:
 
 
 def feeds_residual(name: str) -> bool:
-    """Whether what the parameter called `name` gives is added to the residual stream. Experts that
-    lie in one parameter have their projection's name themselves ("mlp.experts.down_proj")."""
+    """Return whether the output of the parameter called `name` is added to the residual stream.
+    Experts that lie in one parameter have their projection's name themselves
+    ("mlp.experts.down_proj")."""
     *_, parent, module, own = ["", "", *name.split(".")]
     return bool(_RESIDUAL & {module, own}) or (module == "dense" and parent in _ATTENTION)

@@ -48,11 +48,11 @@ class WeightFiles:
         return list(self._place(name).shape)
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Rows [first, last) of a tensor, fp32; no others are read."""
+        """Read rows [first, last) of a tensor, fp32; no others are read."""
         return read_rows(self.files[name], self._place(name), first, last).float()
 
     def whole(self, name: str) -> Tensor:
-        """A tensor as it was saved."""
+        """Read a tensor as it was saved."""
         place = self._place(name)
         return read_rows(self.files[name], place, 0, place.shape[0] if place.shape else 1)
 
@@ -83,7 +83,8 @@ def differences(wanted: Shapes, found: Shapes) -> str:
 
 
 def _listed(folder: Path) -> dict[str, Path]:
-    """Tensor name → file. Every file's header is read: a download that was cut is found here."""
+    """Map each tensor's name to its file. Every file's header is read: a download that was cut is
+    found here."""
     if not folder.is_dir():
         raise ValueError(
             f"model.weights=pretrained: model.path={folder} is not a folder: download the model "
@@ -126,7 +127,7 @@ def _in_each(folder: Path) -> dict[str, Path]:
 
 
 def _opened(path: Path) -> dict[str, Place]:
-    """Of a file whose header fits its size. ValueError when it is cut short or something else."""
+    """Read the layout of a file whose header fits its size. ValueError when it is incomplete."""
     try:
         return read_layout(path)
     except (ValueError, OSError) as error:
@@ -167,7 +168,7 @@ class SeededStart(Start):
 
 
 def places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Where each parameter hangs, by its id: several places for a tied one."""
+    """Return where each parameter hangs, by its id: several places for a tied one."""
     found: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -203,8 +204,8 @@ def fill(
     local: Callable[[Tensor], Tensor],
     skip: Set[str] = frozenset(),
 ) -> None:
-    """Fill each parameter's local tensor with the rows that `rows` picks of its whole shape, but
-    for those that `skip` names."""
+    """Fill each parameter's local tensor with the rows that `rows` picks of its whole shape; names
+    in `skip` are left out."""
     for name, p in model.named_parameters():
         if name in skip:
             continue
@@ -217,7 +218,7 @@ def fill(
 
 
 def whole(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The rows of an unsharded parameter."""
+    """Return the rows of an unsharded parameter."""
     return 0, shape[0] if shape else 1
 
 
