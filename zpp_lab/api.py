@@ -1,4 +1,4 @@
-"""Quantized collectives in somebody else's training loop.
+"""Quantized collectives in a user's training loop.
 
     zpp_lab.init()                              # or torch's own init_process_group
     sharded = zpp_lab.shard(model, "zeropp")    # or mesh=mesh, a DeviceMesh
@@ -10,8 +10,8 @@
         optimizer.step()
         optimizer.zero_grad()
 
-`shard` wraps the units and the root in FSDP2 and gives each the recipe's gather and reduction.
-The model stays an ordinary module: its parameters are DTensors, its forward takes what it took.
+`shard` wraps the units and the root in FSDP2 and gives each the recipe's gather and reduction. The
+model stays an ordinary module: its parameters are DTensors, its forward takes the same arguments.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ from zpp_lab.train.launch.place import enter, placed
 
 
 def recipe(name: str, *overrides: str) -> RecipeConfig:
-    """A recipe of conf/recipe by name, with Hydra overrides such as "recipe.weights.bits=6"."""
+    """Return a recipe of conf/recipe by name, with Hydra overrides such as
+    "recipe.weights.bits=6"."""
     return compose([f"recipe={name}", *overrides]).recipe
 
 
 def init(backend: str | None = None) -> torch.device:
-    """Join the ranks that torchrun or srun started; returns this rank's device. ValueError where
+    """Join the ranks that torchrun or srun started and return this rank's device. ValueError where
     nobody started any."""
     if not (dist.is_initialized() or placed(os.environ)):
         raise ValueError(
@@ -98,7 +99,8 @@ class Sharded:
         return total
 
     def step(self) -> None:
-        """Say that an optimizer has updated the weights; those of torch say so themselves."""
+        """Tell the loop that an optimizer outside of torch has updated the weights; torch's tell it
+        themselves."""
         self.loop.updated()
 
     def reset_bytes(self) -> None:
@@ -107,8 +109,8 @@ class Sharded:
 
     @torch.no_grad()
     def clip_grad_norm_(self, limit: float) -> Tensor:
-        """Clip to `limit`; returns the norm, fp64. Sums in rank order, the same in every run.
-        Beside other dimensions of a mesh torch's own clips, over all of them."""
+        """Clip to `limit` and return the norm, fp64. Sums in rank order, the same in every run. In
+        a mesh with other dimensions torch's own clips, over all of them."""
         if not self.whole:
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
             return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -120,12 +122,13 @@ class Sharded:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, beside the model's and the optimizer's, the step, memories and kept weights, so
-        that training goes on with the same bits. torch.distributed.checkpoint takes this object."""
+        """Return, besides the model's and the optimizer's, the step, residuals and node-replicated
+        weights, so that training resumes with the same bits. torch.distributed.checkpoint takes
+        this object."""
         return self.loop.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take such a state, before or after the model gets its weights."""
+        """Load such a state, before or after the model gets its weights."""
         self.loop.load(state)
 
 
@@ -145,11 +148,10 @@ def shard(
     timeout_seconds: float = 300.0,
     transport: Choice = "auto",
 ) -> Sharded:
-    """Shard `model` in place; every rank of the default process group calls this alike.
+    """Shard `model` in place and return it with its plan; every rank makes the same call.
 
-    Rank 0 prints to stderr what a step sends, and how much of it is quantized.
-
-    The model may be on the meta device: then `to_empty` it and give it weights, as with FSDP2.
+    Rank 0 prints to stderr what a step sends, and how much of it is quantized. A model on the meta
+    device needs `to_empty` and weights afterwards, as with FSDP2.
 
     recipe: a recipe's name, its YAML file, its settings.
     mesh: over which ranks: its dimensions `nodes` and `gpus`, or one `dp`; others are left alone.
@@ -157,11 +159,12 @@ def shard(
     cluster: how one dimension lies in nodes, such as "2x4"; without it as torchrun says, else in
         one node.
     units: the modules whose parameters travel together, each used in forward as a whole;
-        without any, `model.units()` is asked, else every module of a class that a list repeats.
+        default: `model.units()`, else every module of a class that a list repeats.
     param_dtype: in which weights travel and compute; None: the model's own.
     seed: of noise; `zpp-lab train` takes its run's.
     steps: of the run, for a recipe whose phases begin after a share of them.
     transport: how bytes get to other ranks (engine.transport).
+
     ValueError when the recipe does not fit the cluster, or units overlap or share a parameter.
     """
     config = _recipe(recipe)
@@ -207,7 +210,7 @@ def shard(
 
 
 def _recipe(given: RecipeConfig | Mapping[str, Any] | Path | str) -> RecipeConfig:
-    """ValueError for one that is not there, or that names no setting."""
+    """Resolve a recipe; ValueError for one that does not exist, or that names no setting."""
     if isinstance(given, RecipeConfig):
         return given
     if isinstance(given, Mapping):
@@ -226,8 +229,8 @@ def _recipe(given: RecipeConfig | Mapping[str, Any] | Path | str) -> RecipeConfi
 
 
 def _own_dtype(model: nn.Module) -> Dtype:
-    """Of the model's floating-point parameters. ValueError where they have several, or another
-    than weights can travel in."""
+    """Return the dtype of the model's floating-point parameters. ValueError where they have
+    several, or one in which weights cannot travel."""
     found: dict[torch.dtype, str] = {}
     for name, p in model.named_parameters():
         if p.is_floating_point():
@@ -261,8 +264,8 @@ def _phases(config: RecipeConfig, steps: int | None) -> list[tuple[int, RecipeCo
 
 
 def _summary(plan: Plan, param_dtype: Dtype, reduce_dtype: Dtype) -> str:
-    """What a step sends over each wire and its quantized share, how the model is sharded, and the
-    dtypes it computes in; of several phases the first."""
+    """Describe what a step sends over each wire and its quantized share, how the model is sharded,
+    and its dtypes; of several phases the first."""
     config, cluster = plan.recipe.config, plan.recipe.cluster
     names = ("weights", "gradients", "optimizer")
     over: dict[str, list[str]] = {}
@@ -312,7 +315,8 @@ def _named(model: nn.Module, units: Sequence[nn.Module] | None) -> list[Block]:
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:
-    """Every module of a class that a list has more than once; of lists in lists the outer one's."""
+    """Return every module of a class that a list has more than once; of nested lists the outer
+    one's."""
     found: list[nn.Module] = []
     kinds = Counter(type(m) for m in module.children() if any(True for _ in m.parameters()))
     for child in module.children():

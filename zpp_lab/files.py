@@ -1,18 +1,18 @@
 """Files and folders that users give and runs share: paths, names, locks, whole writes.
 
-A run can be killed at any moment, and other processes read its folder while it works: whoever
-opens `summary.json` must find all of it or none (`write_atomic`). A folder or file that a user
-names is there, or the error says which one was probably meant.
+A run can be killed at any moment, and other processes read its folder while it works: a reader of
+`summary.json` must find all of it or none (`write_atomic`). A folder or file that a user names
+exists, or the error says which one was probably meant.
 
-A folder's lock says who is at work in it; the kernel lets it go when its process dies. A study
-holds its folder and a run's process the run's (of several ranks, whoever started them: one process
-for all), so that nothing runs twice and another terminal sees what is running without a word from
-the process. Some file systems have no such locks (Lustre unless mounted with flock, NFS without
-its lock service). Work goes on there, after a line that says what is lost.
+A folder's lock shows that a process works in it; the kernel frees it when the process dies. A study
+holds its folder and a run's process the run's (of several ranks one process for all), so that
+nothing runs twice and another terminal sees what is running. Some file systems have no such locks
+(Lustre unless mounted with flock, NFS without its lock service). Work continues there, after a line
+that says what is lost.
 
-Beside these: where conf/ and cuda/ lie (in an installed wheel, or beside the package in a
-checkout), tables for a terminal without the packages of the report, and whether the Hugging Face
-Hub can be reached, as its own clients try for most of a minute before they say.
+Also here: where conf/ and cuda/ lie (in an installed wheel, or next to the package in a checkout),
+tables for a terminal without the packages of the report, and whether the Hugging Face Hub can be
+reached, as its own clients try for most of a minute.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def _lives(pid: int) -> bool:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file of ours. FileNotFoundError, or ValueError that names a damaged
-    file and the way out."""
+    """Read the mapping in a YAML file of ours. FileNotFoundError, or ValueError that names a
+    damaged file and the fix."""
     found = parse_yaml(path)
     if not isinstance(found, dict):
         raise damaged(path, "no mapping")
@@ -120,7 +120,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path, fix: str = RESTORE) -> str:
-    """A file's text. OSError, or ValueError that names the file and `fix` where it is no text."""
+    """Read a file's text. OSError, or ValueError that names the file and `fix` where it is not
+    text."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -128,8 +129,8 @@ def read_text(path: Path, fix: str = RESTORE) -> str:
 
 
 def parse_json(path: Path, fix: str = RESTORE, once: bool = False) -> Any:
-    """What a JSON file holds. OSError, or ValueError that names the file and `fix`. `once`: of two
-    equal names in a mapping the second is not taken, but refused."""
+    """Parse a JSON file. OSError, or ValueError that names the file and `fix`. `once`: refuse a
+    second equal name in a mapping."""
     text = read_text(path, fix)
     try:
         return json.loads(text, object_pairs_hook=named_once if once else None)
@@ -138,7 +139,7 @@ def parse_json(path: Path, fix: str = RESTORE, once: bool = False) -> Any:
 
 
 def named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The mapping of `pairs`; ValueError for two of one name."""
+    """Return the mapping of `pairs`; ValueError for two of one name."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -148,7 +149,7 @@ def named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_yaml(path: Path, fix: str = RESTORE) -> Any:
-    """What a YAML file holds, whose mappings name nothing twice. Errors as of `parse_json`."""
+    """Parse a YAML file whose mappings name nothing twice. Errors as of `parse_json`."""
     try:
         return yaml.load(read_text(path, fix), Loader=_Loader)
     except yaml.YAMLError as error:
@@ -168,8 +169,8 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 
 def damaged(path: Path, why: object, fix: str = RESTORE) -> ValueError:
-    """What to raise for a file that does not hold what it should. One of ours is whole or absent,
-    so this is the disk's or somebody's doing; without it a run goes on or starts over."""
+    """Return the error for a file with the wrong contents. One of ours is whole or absent, so a
+    disk or a person did this; without the file a run resumes or starts over."""
     if fix == RESTORE and path.name == CONFIG:
         fix = RESTORE_CONFIG
     return ValueError(f"{path} is damaged ({' '.join(str(why).split())}): {fix}")
@@ -196,13 +197,14 @@ def need_space(folder: Path, nbytes: int) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the disk, or the user's share of it, was full, or a file at its limit (ulimit -f)."""
+    """Return whether the disk, or the user's share of it, was full, or a file at its limit (ulimit
+    -f)."""
     return isinstance(error, OSError) and error.errno in FULL
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    """A table for a terminal; the first `left` columns are words, the others numbers. One that
-    would be wider than _WIDTH has heads and words in several lines."""
+    """Lay out a table for a terminal; the first `left` columns are text, the others numbers. One
+    that would be wider than _WIDTH has heads and text in several lines."""
     widths = _widths(columns, rows, left)
     parts = [columns, ["─" * width for width in widths], *rows]
     lines = [line for row in parts for line in _lines(row, widths)]
@@ -224,8 +226,8 @@ def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) ->
 
 
 def _longest(cells: Sequence[str]) -> int:
-    """The length of the longest word."""
-    return max((len(word) for cell in cells for word in cell.split()), default=0)
+    """Return the length of the longest part between spaces."""
+    return max((len(part) for cell in cells for part in cell.split()), default=0)
 
 
 def _lines(row: Sequence[str], widths: Sequence[int]) -> Iterator[list[str]]:
@@ -235,13 +237,13 @@ def _lines(row: Sequence[str], widths: Sequence[int]) -> Iterator[list[str]]:
 
 
 def percents(values: Sequence[float]) -> str:
-    """Those that differ, rounded down: 100% is all there is."""
-    told = [f"{int(1000 * value + 1e-9) / 10:g}" for value in values]
-    return "/".join(dict.fromkeys(told)) + "%" if told else "–"
+    """Format the values that differ, rounded down: 100% is all there is."""
+    shown = [f"{int(1000 * value + 1e-9) / 10:g}" for value in values]
+    return "/".join(dict.fromkeys(shown)) + "%" if shown else "–"
 
 
 def amount(count: float) -> str:
-    """Bytes for people: 1.5 GB."""
+    """Format bytes for people: 1.5 GB."""
     for unit in ("B", "kB", "MB", "GB", "TB", "PB", "EB"):
         if count < 999.5 or unit == "EB":
             break
@@ -268,8 +270,8 @@ def conf_dir() -> Path:
 
 
 def conf_dirs() -> list[Path]:
-    """conf/, and a folder of one's own: the one that --config-dir names, else conf/ of the working
-    folder where that has recipes or studies. What conf/ has is taken from there."""
+    """Return conf/, and the user's own folder: the one that --config-dir names, else conf/ of the
+    working folder where that has recipes or studies. conf/ takes precedence."""
     own = os.environ.get(OWN_CONF)
     if own:
         return [conf_dir(), Path(own)]
@@ -279,12 +281,12 @@ def conf_dirs() -> list[Path]:
 
 
 def conf_names(group: str) -> list[str]:
-    """The names that a group of conf/ has, those of one's own among them."""
+    """Return the names that a group of conf/ has, the user's own among them."""
     return sorted({path.stem for one in conf_dirs() for path in (one / group).glob("*.yaml")})
 
 
 def listed_names(group: str, names: Sequence[str]) -> str:
-    """`names`, and before a long list those to begin with."""
+    """Join `names`, after the ones to begin with where the list is long."""
     first = [name for name in BEGIN_WITH.get(group, ()) if name in names]
     every = ", ".join(names)
     return f"{', '.join(first)} to begin with; all: {every}" if first else every
@@ -295,8 +297,8 @@ def cuda_dir() -> Path:
 
 
 def looks_like_folder(text: str) -> bool:
-    """Whether `text` means a path of this machine, not a name on the Hugging Face Hub, which is
-    NAME or OWNER/NAME."""
+    """Return whether `text` means a path of this machine, not a name on the Hugging Face Hub, which
+    is NAME or OWNER/NAME."""
     begins = text in (".", "..") or text.startswith(("/", "./", "../", "~"))
     if begins or text.endswith("/") or text.count("/") > 1:
         return True
@@ -305,7 +307,7 @@ def looks_like_folder(text: str) -> bool:
 
 
 def nearest(path: Path) -> Path | None:
-    """The existing path whose name is most like that of the part of `path` that is missing."""
+    """Return the existing path whose name is most like that of the missing part of `path`."""
     parts = [path, *path.parents]
     last = next((i for i, part in enumerate(parts) if i and part.is_dir()), None)
     if last is None:
@@ -319,7 +321,7 @@ def nearest(path: Path) -> Path | None:
 
 
 def _names(folder: Path) -> list[str]:
-    """None of a folder that this user may not read."""
+    """List a folder; nothing of one that this user may not read."""
     try:
         return sorted(p.name for p in folder.iterdir())
     except OSError:
@@ -327,7 +329,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def missing(path: Path, what: str = "folder") -> str:
-    """What to say of a path that is not there, with what may have been meant."""
+    """Describe a path that does not exist, with what may have been meant."""
     if path.is_file() and what == "folder":
         return "a file, not a folder"
     near = nearest(path)
@@ -357,7 +359,7 @@ def need_folder(named: str, path: Path, fix: str) -> None:
 
 
 def below(folder: Path, mark: str) -> str:
-    """A question that names the folders just below that hold `mark`; "" where there are none."""
+    """Ask about the folders just below that hold `mark`; "" where there are none."""
     if not folder.is_dir():
         return ""
     found = sorted(str(p.parent) for p in folder.glob(f"*/{mark}"))[:_SHOWN]
@@ -365,21 +367,21 @@ def below(folder: Path, mark: str) -> str:
 
 
 def hold(folder: Path) -> IO[str]:
-    """Lock `folder` until the file that is returned is closed, waiting for who has it now, after a
-    line that says so."""
+    """Lock `folder` until the returned file is closed, waiting for another process, after a line
+    that says so."""
     file = open(folder / LOCK, "w")  # noqa: SIM115
     if not _taken_within(file, _GLANCE):
-        told = f"{folder}: another process is working here; this one starts when it has ended"
-        print(told, file=sys.stderr, flush=True)
+        note = f"{folder}: another process is working here; this one starts when it has ended"
+        print(note, file=sys.stderr, flush=True)
         _taken(file, fcntl.LOCK_EX)
     return file
 
 
 @contextmanager
 def _alone(folder: Path, otherwise: str, patience: float = 0.0) -> Iterator[None]:
-    """Hold `folder`, made where it is not there. A mistake that ends the body takes it away again
-    as long as it tells of nothing but the mistake. ValueError, `otherwise`, when another process
-    has it all the time."""
+    """Hold `folder`, created where it is missing. A mistake that ends the body removes it again as
+    long as it holds nothing but the mistake. ValueError, `otherwise`, when another process keeps
+    it."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK, "w") as file:
@@ -432,22 +434,22 @@ def _taken(file: IO[str], how: int, quiet: bool = False) -> bool:
 
 
 def at_work(folder: Path, patience: float = 0.0, more: str = "") -> AbstractContextManager[None]:
-    """Hold a run's folder, made where it is not there, and gone again where a mistake (ValueError,
-    OSError) came before the run. ValueError, which ends with `more`, when another process has it,
-    and still has it after `patience` seconds."""
+    """Hold a run's folder, created where it is missing, and removed again where a mistake
+    (ValueError, OSError) came before the run. ValueError, which ends with `more`, when another
+    process still has it after `patience` seconds."""
     otherwise = "a run is active here already; wait for it or stop it, or set another run.dir"
     return _alone(folder, otherwise + more, patience)
 
 
 def only_one(root: Path) -> AbstractContextManager[None]:
-    """Hold a study's folder, so that two calls never run the same runs at the same time; made, and
-    gone again, as of `at_work`."""
+    """Hold a study's folder, so that two calls never run the same runs at the same time; created
+    and removed as in `at_work`."""
     otherwise = "a study is running here already; watch it with --watch, wait for it or stop it"
     return _alone(root, otherwise)
 
 
 def held(folder: Path) -> bool:
-    """Whether a living process holds `folder`; False where the file system has no locks."""
+    """Return whether a living process holds `folder`; False where the file system has no locks."""
     try:
         file = open(folder / LOCK)  # noqa: SIM115
     except FileNotFoundError:
@@ -457,7 +459,8 @@ def held(folder: Path) -> bool:
 
 
 def asked_offline() -> bool:
-    """Whether the user wants no network: the libraries then answer from their cache, at once."""
+    """Return whether the user wants no network: the libraries then answer from their cache, at
+    once."""
     return any(os.environ.get(n, "").upper() in ("1", "ON", "YES", "TRUE") for n in _OFFLINE)
 
 
@@ -466,7 +469,8 @@ def endpoint() -> str:
 
 
 def reachable(seconds: float = SECONDS) -> bool:
-    """Whether a connection to the Hub, or to the proxy in front of it, opens within `seconds`."""
+    """Return whether a connection to the Hub, or to the proxy in front of it, opens within
+    `seconds`."""
     if asked_offline():
         return False
     answers: list[bool] = []
@@ -487,7 +491,7 @@ def why_not() -> str:
 
 
 def _place(url: str) -> tuple[str, int]:
-    """Host and port that are talked to first."""
+    """Return host and port of the first connection."""
     target = urlsplit(url)
     proxy = getproxies().get(target.scheme) or getproxies().get("all")
     if proxy and not proxy_bypass(target.hostname or ""):

@@ -45,7 +45,7 @@ from zpp_lab.study.run.launch import ENTRY, next_seeds
 from zpp_lab.study.run.places import Slot, gpu_memory, gpus_to_share
 from zpp_lab.study.run.plan import PlannedRun, Planner, check_runs
 from zpp_lab.study.run.queue import Ended, Pool, stop_on_signals
-from zpp_lab.train.piece import PAUSED
+from zpp_lab.train.time_slice import PAUSED
 
 MAIN = (  # of reference_10m
     "zero3", "zero3_reordered", "w4_256_symmetric", "zeropp", "w4_64_symmetric",

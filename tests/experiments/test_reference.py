@@ -31,7 +31,7 @@ from zpp_lab.study.judge.verdict import StudyResult, judge_study
 from zpp_lab.study.run.places import Slot
 from zpp_lab.study.run.plan import PlannedRun, write_config
 from zpp_lab.study.run.queue import Ended
-from zpp_lab.train.piece import PAUSED
+from zpp_lab.train.time_slice import PAUSED
 from zpp_lab.train.trainer import run as train
 
 ROOT = Path(__file__).parents[2]

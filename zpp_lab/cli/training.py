@@ -14,7 +14,7 @@ import yaml
 from zpp_lab.cli.adding import Add, names_of, takes_settings
 from zpp_lab.cli.results import finish
 from zpp_lab.config.parser import whole
-from zpp_lab.train.piece import PAUSED, UNFINISHED, seconds
+from zpp_lab.train.time_slice import PAUSED, UNFINISHED, seconds
 
 if TYPE_CHECKING:
     from zpp_lab.config.schema import Config

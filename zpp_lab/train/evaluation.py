@@ -56,12 +56,12 @@ class Heldout:
         return digest.hexdigest()
 
     def accuracy(self, scores: Tensor) -> dict[str, Any]:
-        """How many tokens were predicted, and their share; scores: fp32 [2, tokens]."""
+        """Return how many tokens were predicted, and their share; scores: fp32 [2, tokens]."""
         right = int(scores[1].count_nonzero())
         return {"heldout_correct": right, "heldout_accuracy": right / scores.shape[1]}
 
     def per_byte(self, scores: Tensor) -> dict[str, Any]:
-        """The bytes of text, and the loss in bits a byte; {} where the bytes are unknown, or
+        """Return the bytes of text, and the loss in bits a byte; {} where the bytes are unknown, or
         none."""
         count = 0 if self.bytes is None else int(self.bytes.sum())
         if not count:
@@ -92,7 +92,7 @@ class Heldout:
 
 
 def open_heldout(config: Config, data: TokenData | PackedData) -> Heldout:
-    """About `train.eval_tokens` held-out tokens in windows of `data.seq_len`."""
+    """Open about `train.eval_tokens` held-out tokens in windows of `data.seq_len`."""
     length, tokens = config.data.seq_len, config.train.eval_tokens
     batches: list[Batch] = list(data.heldout(tokens, heldout_size(length), length))
     sizes = text_bytes(config.data, data.folder)

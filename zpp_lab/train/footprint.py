@@ -23,12 +23,12 @@ GIB = 2**30
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """In the body no collection looks at the objects that there were before it.
+    """Exclude the objects that exist now from garbage collections in the body.
 
     torch's own modules alone are some 300,000 objects. A full collection visits all of them (0.1 s
     on a Xeon), at another moment on each rank, and every rank waits for the slowest. After the
-    outermost body everything is collected as before, also what somebody else froze: from Python
-    3.12 on the interpreter freezes objects of its own, so `gc.get_freeze_count` tells nothing.
+    outermost body everything is collected again, also what somebody else froze: from Python 3.12 on
+    the interpreter freezes objects of its own, so `gc.get_freeze_count` cannot tell.
     """
     global _loops
     settle()
@@ -41,7 +41,7 @@ def settled() -> Iterator[None]:
 
 
 def settle() -> None:
-    """The same until the process ends."""
+    """Exclude them until the process ends."""
     global _loops
     gc.collect()
     gc.freeze()
@@ -62,8 +62,8 @@ class StartUp:
 
     @classmethod
     def of_process(cls, launcher: int | None = None) -> StartUp:
-        """From this process's own start on, or that of the process `launcher`, where the system
-        tells them (Linux)."""
+        """Begin at this process's own start, or that of the process `launcher`, where the system
+        knows them (Linux)."""
         start, own = cls(), _age(os.getpid())
         if own is None:
             return start
@@ -74,19 +74,19 @@ class StartUp:
         return start
 
     def done(self, part: str) -> None:
-        """`part` has just ended; a part that ended before is left as it was."""
+        """End `part` now; a part that ended before is left unchanged."""
         now = time.perf_counter()
         if part not in self.seconds:
             self.seconds[part] = round(now - self._last, 3)
         self._last = now
 
     def parted(self, part: str, inside: Mapping[str, float]) -> None:
-        """`part` has just ended, and consists of these."""
+        """End `part` now, with the seconds of its own parts."""
         self.done(part)
         self.inside[part] = {name: round(seconds, 3) for name, seconds in inside.items()}
 
     def facts(self) -> dict[str, float]:
-        """For the summary."""
+        """Return the seconds for the summary."""
         found = dict(self.seconds)
         for part, inside in self.inside.items():
             found |= {f"{part}, {name}": seconds for name, seconds in inside.items()}
@@ -101,7 +101,7 @@ class StartUp:
 
 
 def _age(pid: int) -> float | None:
-    """Seconds since the process began; None where the system does not tell."""
+    """Return the seconds since the process began; None where the system does not say."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
         up = float(Path("/proc/uptime").read_text().split()[0])
@@ -112,7 +112,7 @@ def _age(pid: int) -> float | None:
 
 
 def peak_gib(device: torch.device) -> list[float] | None:
-    """The most GiB of tensors that each rank has held on its GPU; None on the CPU.
+    """Return the most GiB of tensors that each rank has held on its GPU; None on the CPU.
 
     Every rank of the default process group must call it.
     """
@@ -122,16 +122,16 @@ def peak_gib(device: torch.device) -> list[float] | None:
 
 
 def retries(device: torch.device) -> int:
-    """How often torch's allocator has had to give this process's unused memory back before it got
-    more: each time it waits for the device. 0 on the CPU."""
+    """Return how often torch's allocator freed this process's unused memory before it got more:
+    each time it waits for the device. 0 on the CPU."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
 
 
 def crowded(found: list[int], steps: int) -> str | None:
-    """What to say of so many retries of each rank in a run of `steps` steps; None of a few, which
-    a start has."""
+    """Return a warning for so many retries of each rank in `steps` steps; None for few, which every
+    start has."""
     most = max(found, default=0)
     if most < max(2, steps / 10):
         return None
@@ -144,7 +144,8 @@ def crowded(found: list[int], steps: int) -> str | None:
 
 
 def of_ranks(own: Any) -> list[Any]:
-    """`own` of every rank of the default process group, which all must call; or of this process."""
+    """Return `own` of every rank of the default process group, which all must call; or of this
+    process."""
     if not dist.is_initialized():
         return [own]
     every: list[Any] = [None] * dist.get_world_size()

@@ -1,10 +1,8 @@
-"""What is asked of a run before a token is read, a file written or a rank started.
+"""Checks of a run before a token is read, a file written or a rank started.
 
-`check_inputs`: are the files there that it reads? `check_run`: would it reach its second step on
-this machine, with this recipe, cluster and model?
-
-Light until a run asks for something: plain ZeRO-3 of the built-in decoder is looked at without
-torch.
+`check_inputs` asks whether the files that it reads are there, `check_run` whether it would reach
+its second step on this machine, with this recipe, cluster and model. Plain ZeRO-3 of the built-in
+decoder is checked without torch.
 """
 
 from __future__ import annotations
@@ -49,8 +47,8 @@ _CHECKPOINT = "use a run's RUN/checkpoints/step-…"
 
 
 def check_inputs(config: Config) -> None:
-    """ValueError that lists every setting whose file or folder is not there, and what to do; and
-    a ZPP_COMMIT that is no commit, which a result would name."""
+    """ValueError that lists every setting whose file or folder is missing, and what to do; and a
+    ZPP_COMMIT that is no commit."""
     checks: list[Callable[[], object]] = [
         partial(check_model_path, config.model),
         *(partial(check, config) for check in (_place, _start, _data)),
@@ -67,7 +65,7 @@ def check_inputs(config: Config) -> None:
 
 
 def _place(config: Config) -> None:
-    """What the run's folder must not have where the run writes."""
+    """ValueError where the run's folder has a file or folder in the way of what the run writes."""
     run = run_dir(config)
     wrong = {run / "checkpoints": "folder"}
     wrong |= {run / name: "file" for name in (CONFIG, METRICS, HELDOUT, SUMMARY)}
@@ -97,8 +95,8 @@ def _start(config: Config) -> None:
             folder = path if (path / "checkpoints").is_dir() else path.parents[1]
             check_branch(config, _config_of(folder))
     own = run_dir(config) / "checkpoints"
-    going_on = config.run.resume and own.is_dir() and any(own.iterdir())
-    if first and not going_on:
+    resumed = config.run.resume and own.is_dir() and any(own.iterdir())
+    if first and not resumed:
         _check_checkpoint(f"run.start_from={first}", Path(first))
 
 
@@ -111,25 +109,24 @@ def _config_of(run: Path) -> Config:
     return stored_config(read_yaml(run / CONFIG))
 
 
-def check_branch(config: Config, trunk: Config) -> None:
-    """ValueError where the state of the run `trunk`, its optimizer's moments too, means something
+def check_branch(config: Config, base: Config) -> None:
+    """ValueError where the state of the run `base`, its optimizer's moments too, means something
     else to `config`: another model, or another optimizer. Rates and decay may differ, and the
-    number of tokens a step where both give beta2 in tokens."""
+    tokens a step where both give beta2 in tokens."""
     own, there = (
         {f"model.{name}": getattr(c.model, name) for name in _FUNCTION}
         | {f"train.{name}": getattr(c.optimization, name) for name in _MOMENTS}
-        for c in (config, trunk)
+        for c in (config, base)
     )
-    if config.train.beta2_tokens and trunk.train.beta2_tokens:
-        for c, said in ((config, own), (trunk, there)):
-            said["train.beta2_tokens"] = c.train.beta2_tokens
-            del said["train.beta2"]
-    told = [f"{k} {there[k]!r} there, {own[k]!r} here" for k in own if own[k] != there[k]]
-    if told:
+    if config.train.beta2_tokens and base.train.beta2_tokens:
+        for c, settings in ((config, own), (base, there)):
+            settings["train.beta2_tokens"] = c.train.beta2_tokens
+            del settings["train.beta2"]
+    differing = [f"{k} {there[k]!r} there, {own[k]!r} here" for k in own if own[k] != there[k]]
+    if differing:
         raise ValueError(
             f"model.start_optimizer: the run {config.model.start} has other settings "
-            f"({'; '.join(told)}): set them to that run's values, or leave model.start_optimizer "
-            "out"
+            f"({'; '.join(differing)}): set them to that run's values, or leave this out"
         )
 
 
@@ -177,9 +174,9 @@ def _data_path(cfg: DataConfig, text: str) -> None:
 
 
 def check_run(config: Config, tracked: bool = True) -> None:
-    """ValueError for what would end the run before, or in, its first step: files that are not
-    there, tracking that this machine cannot do, a recipe that the cluster or this model does
-    not allow. tracked: this process writes the run down; of several ranks one does."""
+    """ValueError for what would end the run before, or in, its first step: missing files, tracking
+    that this machine cannot do, a recipe that the cluster or this model does not allow. tracked:
+    this process writes the run down; of several ranks one does."""
     check_inputs(config)
     if tracked and not config.run.study:  # a study sends its runs itself
         resolve(config.tracking.wandb)
@@ -192,7 +189,7 @@ def check_run(config: Config, tracked: bool = True) -> None:
 
 
 def check_recipe(config: Config) -> None:
-    """ValueError for a codec that is not known or refuses its settings, and for a recipe that the
+    """ValueError for an unknown codec or one that refuses its settings, and for a recipe that the
     cluster or the engine does not allow. Reads no file."""
     if _plain(config):
         return
@@ -202,9 +199,9 @@ def check_recipe(config: Config) -> None:
 
 
 def planned(config: Config) -> list[tuple[int, Plan]] | None:
-    """Steps and plan of each of the run's phases, None where nothing of it could be wrong.
-    ValueError where the model gets less than the recipe asks for (`Plan.build`), or is none to
-    train (`build_model`)."""
+    """Return steps and plan of each of the run's phases, None where nothing could be wrong.
+    ValueError where the model gets less than the recipe asks for (`Plan.build`), or cannot be
+    trained (`build_model`)."""
     if _plain(config):
         return None
     from zpp_lab.engines.build import plans_of
@@ -213,7 +210,7 @@ def planned(config: Config) -> list[tuple[int, Plan]] | None:
 
 
 def _plain(config: Config) -> bool:
-    """Whether nothing but FSDP2's own collectives, of the built-in decoder, is asked for."""
+    """Return whether only FSDP2's own collectives, of the built-in decoder, are asked for."""
     recipe, model = config.recipe, config.model
     codecs = any(recipe.wire(wire) != CodecConfig() for wire in WIRES)
     listed = recipe.exempt.names or recipe.rules or recipe.phases

@@ -77,5 +77,5 @@ class Profile:
             if on_gpu:
                 torch.cuda.memory._record_memory_history(enabled=None)
         if self.rank == 0:
-            said = f"profile of steps {self._first} to {self._last}: {self.folder}"
-            print(f"{said}{'' if on_gpu else missing}", flush=True)
+            note = f"profile of steps {self._first} to {self._last}: {self.folder}"
+            print(f"{note}{'' if on_gpu else missing}", flush=True)

@@ -1,6 +1,6 @@
-"""Where a run's checkpoints go, and from which state it goes on.
+"""Where a run's checkpoints go, and from which state it resumes.
 
-What a run knows of its data, kept beside its checkpoints: whoever starts from them must read
+data.json, next to the checkpoints, records the run's data: a run that starts from them must read
 text with the same tokenizer.
 """
 
@@ -38,8 +38,8 @@ _KINDS = {"hash": str, "tokenizer": str, "vocab_size": int}
 def note_data(folder: Path, cfg: DataConfig, data: TokenData | PackedData) -> None:
     """Write data.json: the data's hash, the tokenizer's identity and its number of tokens. A BPE
     of the run's own is kept beside it, for data.tokenizer=hf to read."""
-    said = {"hash": data.hash, "tokenizer": data.tokenizer, "vocab_size": data.vocab_size}
-    write_atomic(folder / FILE, json.dumps(said, indent=1) + "\n")
+    recorded = {"hash": data.hash, "tokenizer": data.tokenizer, "vocab_size": data.vocab_size}
+    write_atomic(folder / FILE, json.dumps(recorded, indent=1) + "\n")
     if cfg.tokenizer == "bpe":
         trained = (data.folder / TOKENIZER).read_text(encoding="utf-8")
         write_atomic(folder / TOKENIZER, trained)
@@ -52,7 +52,7 @@ def check_same_data(folder: Path, data: TokenData | PackedData, resumed: bool) -
     path = folder / FILE
     if not resumed or not path.is_file():
         return
-    before = _said(folder)["hash"]
+    before = _recorded(folder)["hash"]
     if before != data.hash:
         raise ValueError(
             f"{folder} was trained on other tokens (data {before[:16]} there, {data.hash[:16]} "
@@ -63,16 +63,16 @@ def check_same_data(folder: Path, data: TokenData | PackedData, resumed: bool) -
 def check_start(start: Path, data: TokenData | PackedData) -> None:
     """ValueError when the run of the checkpoint `start` had another tokenizer than `data`.
 
-    A checkpoint without its run's data.json cannot be checked, which stderr is told.
+    A checkpoint without its run's data.json cannot be checked, which a line on stderr says.
     """
     file = next((f / FILE for f in (start, *start.parents[:2]) if (f / FILE).is_file()), None)
     if file is None:
         print(f"model.start={start}: no {FILE}, so tokenizers are not compared", file=sys.stderr)
         return
-    said = _said(file.parent)
-    if said["tokenizer"] != data.tokenizer:
+    recorded = _recorded(file.parent)
+    if recorded["tokenizer"] != data.tokenizer:
         raise ValueError(
-            f"model.start={start} was trained with another tokenizer ({said['vocab_size']} "
+            f"model.start={start} was trained with another tokenizer ({recorded['vocab_size']} "
             f"tokens, here {data.vocab_size}), so its weights do not fit these tokens. Set "
             "data.tokenizer as in its config.yaml; for a BPE of its own set data.tokenizer=hf "
             "data.tokenizer_path=RUN_FOLDER"
@@ -81,35 +81,36 @@ def check_start(start: Path, data: TokenData | PackedData) -> None:
 
 def check_reads(run: Path, data: TokenData | PackedData) -> None:
     """ValueError when the run in `run` had another tokenizer than `data`: a BPE learns from its
-    corpus, which may have changed since. A run of an older version, without data.json, is taken."""
-    said = _said(run)
-    if said and said["tokenizer"] != data.tokenizer:
+    corpus, which may have changed since. A run of an older version, without data.json, passes."""
+    recorded = _recorded(run)
+    if recorded and recorded["tokenizer"] != data.tokenizer:
         raise ValueError(
-            f"{run} was trained with another tokenizer ({said['vocab_size']} tokens) than the "
+            f"{run} was trained with another tokenizer ({recorded['vocab_size']} tokens) than the "
             f"{data.vocab_size} tokens here, so its weights do not fit these tokens. Evaluate it "
             "where its corpus is unchanged"
         )
 
 
 def warn_of_change(run: Path, data: TokenData | PackedData) -> None:
-    """Tell stderr when the corpus of `run` reads as other tokens now."""
-    said = _said(run)
-    if said and said["hash"] != data.hash:
+    """Print a warning when the corpus of `run` reads as other tokens now."""
+    recorded = _recorded(run)
+    if recorded and recorded["hash"] != data.hash:
         print(
-            f"{run} was trained on other tokens (data {said['hash'][:16]} there, {data.hash[:16]} "
-            "now): the losses are not held-out losses if some of these tokens were in its "
-            "training text",
+            f"{run} was trained on other tokens (data {recorded['hash'][:16]} there, "
+            f"{data.hash[:16]} now): the losses are not held-out losses if some of these tokens "
+            "were in its training text",
             file=sys.stderr,
         )
 
 
 def vocab_size(run: Path) -> int | None:
-    """How many tokens the tokenizer of the run in `run` has; None: it does not say."""
-    return _said(run).get("vocab_size")
+    """Return how many tokens the tokenizer of the run in `run` has; None where that is not
+    recorded."""
+    return _recorded(run).get("vocab_size")
 
 
-def _said(run: Path) -> dict[str, Any]:
-    """What data.json says; {} where there is none. ValueError for one that lacks a key."""
+def _recorded(run: Path) -> dict[str, Any]:
+    """Read data.json; {} where there is none. ValueError for one that lacks a key."""
     path = run / FILE
     found = read_object(path) if path.is_file() else {}
     for name, kind in _KINDS.items() if path.is_file() else ():
@@ -119,7 +120,7 @@ def _said(run: Path) -> dict[str, Any]:
 
 
 def open_store(config: Config, folder: Path, device: torch.device) -> Checkpoints:
-    """The checkpoints in `folder`, as the engine writes them: of several processes all do."""
+    """Open the checkpoints in `folder`, as the engine writes them: of several processes all do."""
     train, engine = config.train, config.engine
     saving = Saving(
         int(train.checkpoint_host_gib * 2**30) if engine.name == "fsdp" else None,
@@ -134,11 +135,11 @@ def open_store(config: Config, folder: Path, device: torch.device) -> Checkpoint
 
 
 def resume(config: Config, engine: Engine, store: Checkpoints) -> int:
-    """Go on from the run's own newest whole state, else begin with the state that `run.start_from`
-    names, or with model.start_optimizer `model.start`.
+    """Load the run's own newest whole state, else the state that `run.start_from` names, or with
+    model.start_optimizer `model.start`.
 
     Returns how many steps are done. Damaged checkpoints, those of weights only and those of another
-    run are passed over, which is said; ValueError where there is no other.
+    run are skipped, with a line on stderr; ValueError where there is no other.
     """
     done = _load_newest(config, engine, store) if config.run.resume else None
     if done is None and config.run.start_from:
@@ -149,7 +150,7 @@ def resume(config: Config, engine: Engine, store: Checkpoints) -> int:
 
 
 def _load_newest(config: Config, engine: Engine, store: Checkpoints) -> int | None:
-    """Its step; None: there is no checkpoint."""
+    """Load the newest state and return its step; None without a checkpoint."""
     passed: Path | None = None  # the newest of those that hold weights only
     for saved in store.newest_first():
         origin = partial(saved.check_origin, store.folder.parent, config)
@@ -172,7 +173,7 @@ def _load_newest(config: Config, engine: Engine, store: Checkpoints) -> int | No
 
 
 def _agreed(store: Checkpoints, check: Callable[[], None]) -> bool:
-    """True; where a check fails on some rank, its error on all of them."""
+    """Return True; where a check fails on some rank, raise its error on all of them."""
     store.ranks.all(check)
     return True
 
@@ -193,8 +194,8 @@ def _load(
 
 
 def _remembered(config: Config, engine: Engine, saved: Saved, begins: bool, rank: int) -> list[str]:
-    """Which of the saved memories the run goes on with. `begins`: with another run's state, of
-    which it may lack them. ValueError where they are another recipe's or cluster's."""
+    """Return which saved residuals the run loads. `begins`: with another run's state, which may
+    lack some. ValueError where they are another recipe's or cluster's."""
     found = saved.memories()
     if not found:
         return []
@@ -219,7 +220,7 @@ def _remembered(config: Config, engine: Engine, saved: Saved, begins: bool, rank
 
 
 def _say_passed(passed: Path | None, path: Path, rank: int) -> None:
-    """On rank 0: which steps are made again, and why."""
+    """Print on rank 0 which steps are repeated, and why."""
     if passed is not None and rank == 0:
         print(
             f"checkpoint {passed} holds weights only (train.checkpoint_weights_only); resuming "
@@ -229,8 +230,8 @@ def _say_passed(passed: Path | None, path: Path, rank: int) -> None:
 
 
 def _begin_with(config: Config, engine: Engine, store: Checkpoints, named: str, path: Path) -> None:
-    """Weights and optimizer of any engine and cluster; steps count from 0. path: a checkpoint, or
-    as `model.start` a run's folder."""
+    """Load weights and optimizer of any engine and cluster; steps count from 0. path: a checkpoint,
+    or as `model.start` a run's folder."""
     try:
         if (path / "checkpoints").is_dir():
             saved = _newest(named, path, store)

@@ -1,10 +1,10 @@
-"""How fast a run goes and what it holds: the figures of a step's record that no repeat shares.
+"""A run's speed and memory: the figures of a step's record that no repeat shares.
 
 **MFU**, model FLOPs utilisation, is the FLOPs that the model needs for a step, over its seconds,
 its GPUs and their peak. FLOPs count the matrix products of the built-in decoder: 2 for each weight
 and token, embedding look-ups left out, and causal attention as flash attention computes it, half of
-the square. Backward is twice that, less for frozen weights. What is computed again counts for
-nothing (as in PaLM, Chowdhery et al. 2022). The peak is the GPU's own of dense bf16 products.
+the square. Backward is twice that, less for frozen weights. Recomputation does not count (as in
+PaLM, Chowdhery et al. 2022). The peak is the GPU's own of dense bf16 products.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ PEAKS = (
 
 
 def peak_flops(gpu: str) -> float | None:
-    """FLOP/s of dense bf16 products of a whole GPU by the name that torch tells; None of one that
-    nobody has looked up, and of a part of one."""
+    """Return the FLOP/s of dense bf16 products of a whole GPU by torch's name for it; None for an
+    unknown one, and for a part of one."""
     name = gpu.removeprefix("NVIDIA ")
     if "MIG" in name:
         return None
@@ -57,8 +57,8 @@ class Work:
 
 
 def block_work(unit: UnitPlan, config: Config) -> Work:
-    """Of a unit of decoder blocks. Frozen weights need no gradients of their own, inputs
-    always do."""
+    """Count the FLOPs of a unit of decoder blocks. Frozen weights need no gradients of their own,
+    inputs always do."""
     tokens = config.train.batch_size * config.data.seq_len
     matrices = [p for p in unit.unit.parameters if len(p.shape) > 1]
     every = sum(p.numel for p in matrices)
@@ -70,8 +70,8 @@ def block_work(unit: UnitPlan, config: Config) -> Work:
 
 
 def head_work(root: UnitPlan, config: Config, vocab: int) -> Work:
-    """Of the last product. With model.loss_chunk, or a z-loss, its logits are made again in
-    backward."""
+    """Count the FLOPs of the last product. With model.loss_chunk, or a z-loss, backward computes
+    its logits again."""
     tokens = config.train.batch_size * config.data.seq_len
     forward = 2.0 * vocab * config.model.dim * tokens
     head = "embed.weight" if config.model.tied_head else "head.weight"
@@ -80,7 +80,8 @@ def head_work(root: UnitPlan, config: Config, vocab: int) -> Work:
 
 
 def step_flops(plan: Plan, config: Config, vocab: int) -> float | None:
-    """Of all ranks for one step, nothing computed again; None of a model without a formula."""
+    """Count the FLOPs of all ranks for one step without recomputation; None for a model without a
+    formula."""
     if config.model.name != "llama":
         return None
     *blocks, root = plan.units
@@ -101,7 +102,7 @@ class Meter:
         self.gpus = config.cluster.world if config.engine.ranked else 1
 
     def facts(self) -> Record | None:
-        """What `mfu` is made of; None where it is left out."""
+        """Return the parts of `mfu`; None where it is left out."""
         if self.flops is None or self.peak is None:
             return None
         return {
@@ -111,8 +112,8 @@ class Meter:
         }
 
     def timed(self, batches: Batches, begun: Callable[[int], None]) -> Batches:
-        """The same batches; the seconds that they take to come are added up for `step`. `begun` is
-        told how many have come."""
+        """Return the same batches, adding up the seconds that they take for `step`. `begun` gets
+        how many have come."""
         self.data, count = 0.0, 0
 
         def batch(rank: int, micro: int) -> Batch:
@@ -126,7 +127,8 @@ class Meter:
         return batch
 
     def step(self, seconds: float, parts: dict[str, float]) -> Record:
-        """Of the step that has just ended after `seconds`; `parts`: what the engine took of it."""
+        """Return the figures of the step that has just ended after `seconds`; `parts`: the engine's
+        times."""
         found: Record = {"tokens_per_second": self.tokens / seconds}
         if self.flops is not None and self.peak is not None:
             found["mfu"] = self.flops / (seconds * self.gpus * self.peak)

@@ -1,8 +1,8 @@
-"""One run: set up, resume, step, evaluate, save, and write down what happened.
+"""One run: set up, resume, step, evaluate, save, and write the results.
 
-The order inside a step decides what a kill can cost: the step's line goes to metrics.jsonl
-first, the checkpoint follows, and a restart drops the lines after its checkpoint. So a run
-that was killed at any moment ends with the bytes of an undisturbed one.
+The order inside a step decides what a kill can cost: the step's line goes to metrics.jsonl first,
+the checkpoint follows, and a restart drops the lines after its checkpoint. So a run that was killed
+at any moment ends with the bytes of an undisturbed one.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from zpp_lab.train.evaluation import DivergedError, DivergenceRule, open_heldout
 from zpp_lab.train.footprint import StartUp, crowded, of_ranks, peak_gib, retries, settled
 from zpp_lab.train.inputs import check_run
 from zpp_lab.train.launch.cause import memory_is_full
-from zpp_lab.train.piece import UNFINISHED, Piece, Signals, writing_seconds
 from zpp_lab.train.profile import Profile
 from zpp_lab.train.resume import check_same_data, check_start, note_data, open_store, resume
 from zpp_lab.train.speed import Meter
+from zpp_lab.train.time_slice import UNFINISHED, Signals, TimeSlice, writing_seconds
 
 Data = TokenData | PackedData
 MANY = 64  # passes of a step from which on it is said that there are so many
@@ -52,13 +52,13 @@ MANY = 64  # passes of a step from which on it is said that there are so many
 def run(
     config: Config, rank: int = 0, start_up: StartUp | None = None, checked: bool = False
 ) -> Record:
-    """Train as `config` says, going on where a former start of the run stopped.
+    """Train as `config` says, resuming a former start of the run.
 
     Returns the summary, which is also in summary.json; a finished run returns at once. A run that
-    stopped early (run.until, run.piece_steps) returns its outcome, unfinished, and its step.
-    Raises what went wrong, after writing failure.json. An engine of several processes has
-    each call this with its rank; rank 0 alone writes. `start_up`: what came before. `checked`: this
-    process has asked `check_run` already.
+    stopped early (run.until, run.piece_steps) returns its outcome, unfinished, and its step. Raises
+    what went wrong, after writing failure.json. An engine of several processes has each call this
+    with its rank; rank 0 alone writes. `start_up`: the time before. `checked`: this process has
+    called `check_run` already.
     """
     folder = run_dir(config)
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ class Trainer:
         deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.device = pick_device(config.engine)
         self.checkpoints = open_store(config, folder / "checkpoints", self.device)
-        self.piece = Piece(config.run.until, config.run.piece_steps)
+        self.slice = TimeSlice(config.run.until, config.run.piece_steps)
         self.signals = Signals()
         self.start_up = start_up or StartUp()
         self.step = self.began = 0  # steps done; done when this process began
@@ -135,7 +135,7 @@ class Trainer:
             raise
 
     def _finish(self, engine: Engine, data: Data, tracker: Tracker | None, last: Record) -> Record:
-        """After the last step: what it has come to. {} but on rank 0."""
+        """Evaluate after the last step and return the summary; {} but on rank 0."""
         scores = self._final_scores(engine)
         master = engine.evaluate(self.step, self.heldout.batches, wire=False)
         self.checkpoints.wait()
@@ -159,7 +159,8 @@ class Trainer:
         return summary
 
     def _look_at(self, data: Data) -> None:
-        """Before anything is built: does the data fit the start, and what must a user know?"""
+        """Check the data against the checkpoint, and print what a user must know, before anything
+        is built."""
         if self.config.model.start:
             check_start(Path(self.config.model.start), data)
         for note in (*data.notes, *self.train.notes) if self.rank == 0 else ():
@@ -169,7 +170,7 @@ class Trainer:
             print(f"each step runs forward and backward of {passes} ranks in turn", flush=True)
 
     def _warn_of_few(self) -> None:
-        """Where the text holds fewer tokens than `train.eval_tokens` asks for."""
+        """Warn where the text holds fewer tokens than `train.eval_tokens` asks for."""
         asked, there = self.train.eval_tokens, len(self.heldout.documents)
         for note in heldout_notes(there, asked) if self.rank == 0 and asked >= FEW_HELDOUT else ():
             print(note, file=sys.stderr)
@@ -183,7 +184,7 @@ class Trainer:
         longest = evaluation = 0.0
         while self.step < self.train.steps:
             ahead = self._ahead(longest, evaluation) + self._saving(engine)
-            if self.signals.came or self.piece.over(ahead):
+            if self.signals.came or self.slice.over(ahead):
                 break
             self.profile.before(self.step + 1)
             began = time.perf_counter()
@@ -214,19 +215,19 @@ class Trainer:
             self._save(engine, tracker, to_go_on=True)
         begun = self.step >= min(first, self.train.steps)
         if not begun and not self.signals.came and tracker is not None:
-            print(self.piece.too_short(self._saving(engine)), flush=True)
+            print(self.slice.too_short(self._saving(engine)), flush=True)
         return record
 
     def _ahead(self, step: float, evaluation: float) -> float:
-        """Seconds that the next step will probably take, with its evaluation; the last step has
-        two. Before one was seen, a token of it is taken to need a third of a step's."""
+        """Estimate the seconds of the next step, with its evaluation; the last step has two. Before
+        the first one, assume that a token of it needs a third of a step's."""
         last = self.step + 1 == self.train.steps
         due = last or (self.step + 1) % self.train.eval_every == 0
         share = len(self.heldout.documents) / (3 * self.config.tokens_per_step)
         return step + (due + last) * (evaluation or step * share)
 
     def _saving(self, engine: Engine) -> float:
-        """Seconds that the checkpoint at a piece's end will probably take."""
+        """Estimate the seconds of the checkpoint at a time slice's end."""
         if self.config.run.until is None:
             return 0.0
         units = [u.unit for u in engine.plan.units]
@@ -249,8 +250,8 @@ class Trainer:
             self.saved = self.step
 
     def _pause(self, tracker: Tracker | None) -> Record:
-        """The end of a piece: a checkpoint is there, and neither summary nor failure. {} but on
-        rank 0."""
+        """End a time slice: a checkpoint is there, and neither summary nor failure. {} but on rank
+        0."""
         self.checkpoints.wait()
         if tracker is None:
             return {}
@@ -275,7 +276,7 @@ class Trainer:
         return engine.step(self.step, lr, self.meter.timed(batches, begun), telemetry)
 
     def _compiled(self) -> dict[str, float]:
-        """Seconds that the compiler has taken so far, wherever they fell."""
+        """Return the seconds that the compiler has taken so far, wherever they fell."""
         if not self.config.engine.compile:
             return {}
         from zpp_lab.engines.compile import seconds  # loads the compiler
@@ -290,7 +291,7 @@ class Trainer:
         return {"heldout_loss": mean_loss(self.scores[0]), "heldout_accuracy": share}
 
     def _look_at_losses(self, record: Record, result: StepResult) -> None:
-        """DivergedError when the run is lost; before its checkpoint, which would be too."""
+        """Raise DivergedError when the run is lost; before its checkpoint, which would be too."""
         heldout = record.get("heldout_loss", 0.0)
         if not math.isfinite(heldout):
             raise DivergedError(
@@ -300,8 +301,8 @@ class Trainer:
         self.divergence.look(self.step, result.loss)
 
     def _final_scores(self, engine: Engine) -> Tensor:
-        """Of every held-out token after the last step; a run that was killed after its last
-        checkpoint evaluates once more."""
+        """Return the scores of every held-out token after the last step; a run that was killed
+        after its last checkpoint evaluates once more."""
         if self.scores is None:
             self._evaluate(engine)
         assert self.scores is not None
@@ -323,7 +324,7 @@ class Trainer:
         return record
 
     def _losses(self) -> list[float]:
-        """The losses of the steps that the checkpoint has done."""
+        """Return the losses of the steps that the checkpoint has done."""
         rows = read(self.folder / METRICS) if self.step else []
         return [row["loss"] for row in rows if row["step"] <= self.step]
 
@@ -365,7 +366,8 @@ class Trainer:
         }
 
     def _readout(self, tracker: Tracker) -> Record:
-        """The mean training loss of the last `train.readout_steps` steps, in nats a token."""
+        """Return the mean training loss of the last `train.readout_steps` steps, in nats a
+        token."""
         count = self.train.readout_steps
         if not count:
             return {}
@@ -375,7 +377,7 @@ class Trainer:
         return {"readout_loss": math.fsum(losses) / count, "readout_steps": count}
 
     def _peak_memory(self) -> int | None:
-        """The most bytes that this process has held on its GPU; None on the CPU."""
+        """Return the most bytes that this process has held on its GPU; None on the CPU."""
         on_gpu = self.device.type == "cuda"
         return torch.cuda.max_memory_reserved(self.device) if on_gpu else None
 
@@ -397,7 +399,7 @@ class Trainer:
 
 
 def perplexity(loss: float) -> float:
-    """exp of a mean loss in nats a token; infinite where that has no number."""
+    """Return exp of a mean loss in nats a token; infinite where that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 

@@ -17,7 +17,7 @@ from zpp_lab.config.schema import Config
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.study.run.attempts import StudyOutcome
 from zpp_lab.study.run.launch import Launch, run_study
-from zpp_lab.train.piece import PAUSED, UNFINISHED
+from zpp_lab.train.time_slice import PAUSED, UNFINISHED
 
 ENTRY = "tests.study.run.test_pieces:run"
 

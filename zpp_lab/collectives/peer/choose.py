@@ -1,8 +1,8 @@
-"""Which transport serves a cluster: by what its ranks can really do.
+"""Which transport serves a cluster, by what its ranks can really do.
 
-groups  NCCL or gloo everywhere
-peer    ranks of a host read each other's memory; process groups between hosts
-auto    peer where it can be had and pays, by the size of a shipment
+    groups  NCCL or gloo everywhere
+    peer    ranks of a host read each other's memory; process groups between hosts
+    auto    peer where it is possible and pays, by the size of a transfer
 
 How weights are gathered does not depend on it: `engine.gather=auto` follows the configured cluster,
 so that plan, virtual and real ranks move the same bytes.
@@ -36,9 +36,9 @@ LEAST = 16 * MIB  # bytes that a shipment must bring for `auto` to take peer mem
 def connect(
     cluster: ClusterConfig, watchdog: Watchdog, choice: Choice, device: torch.device
 ) -> Transport:
-    """The transport that `choice` asks for; every rank calls it alike.
+    """Build the transport that `choice` asks for; every rank makes the same call.
 
-    ValueError when the cluster's shape does not fit, and when `peer` cannot be had: it names why.
+    ValueError when the cluster's shape does not fit, and when `peer` is impossible: it names why.
     """
     if choice not in get_args(Choice):
         raise ValueError(f"engine.transport={choice!r}: use one of {', '.join(get_args(Choice))}")
@@ -64,7 +64,7 @@ def connect(
 
 
 def _everywhere(own: bool) -> bool:
-    """Whether it holds on all ranks: they must meet in the same way."""
+    """Return whether it holds on all ranks: they must meet in the same way."""
     every = [own] * dist.get_world_size()
     dist.all_gather_object(every, own)
     return all(every)
@@ -80,7 +80,7 @@ def _maker(
 
 
 def _problems(cluster: ClusterConfig, device: torch.device) -> dict[Link, str]:
-    """What stands against peer memory on each link, on any rank; alike on all ranks."""
+    """Return why peer memory is impossible on each link, on any rank; the same on all ranks."""
     own = (host(), device.type, _uuid(device))
     facts: list[tuple[str, str, str]] = [own] * cluster.world
     dist.all_gather_object(facts, own)
@@ -93,7 +93,7 @@ def _problems(cluster: ClusterConfig, device: torch.device) -> dict[Link, str]:
 def _problem(
     cluster: ClusterConfig, link: Link, device: torch.device, facts: list[tuple[str, str, str]]
 ) -> str:
-    """Why this rank cannot read its peers' memory on `link`; empty when it can."""
+    """Return why this rank cannot read its peers' memory on `link`; empty when it can."""
     rank = dist.get_rank()
     for peer in members(cluster, link, rank):
         where, kind, uuid = facts[peer]
@@ -109,7 +109,8 @@ def _problem(
 
 
 def host() -> str:
-    """The same for ranks that share a machine; NCCL_HOSTID, where set, decides as for NCCL."""
+    """Return a name that ranks of one machine share; NCCL_HOSTID, where set, decides as for
+    NCCL."""
     given = os.environ.get("NCCL_HOSTID")
     if given:
         return given
@@ -124,7 +125,8 @@ def _uuid(device: torch.device) -> str:
 
 
 def _reaches(device: torch.device, uuid: str) -> bool:
-    """Whether peer access exists; a device that this process does not see is taken at its word."""
+    """Return whether peer access exists; a device that this process does not see is assumed to have
+    it."""
     for index in range(torch.cuda.device_count()):
         if _uuid(torch.device("cuda", index)) == uuid:
             return bool(torch.cuda.can_device_access_peer(device, index))

@@ -1,4 +1,4 @@
-"""The slots in which the ranks of a link find each other's rows, and a shipment through one.
+"""The slots in which the ranks of a link find each other's rows, and a transfer through one.
 
 A rank encodes into a slot of shared memory. Once all members of the link have done so, which a
 barrier on the device tells (they meet), each copies its rows out of the others' slots.
@@ -9,13 +9,13 @@ while somebody still reads it:
     a rank passes the meeting of use k only after its own reads of use k - 1;
     it writes use k only after the meeting of use k - s + 1, hence after all reads of use k - s.
 
-All ranks make the same shipments in the same order, as with any collective. Units travel whole:
-pieces overlap, but put ranks out of step, and lost time.
+All ranks make the same transfers in the same order, as with any collective. Units travel whole:
+overlapping parts put ranks out of step, and lost time.
 
-Marks, the meeting of the ranks and all copies of a shipment are a dozen small steps. Through Python
+Marks, the meeting of the ranks and all copies of a transfer are a dozen small steps. Through Python
 they took the host longer than everything else in a gather, so over symmetric memory the kernels'
-library does them in one call (`Express`). Machines without the library take the same steps, in
-the same order, one by one (`Ring.ship`).
+library does them in one call (`Express`). Machines without the library take the same steps, in the
+same order, one by one (`Ring.ship`).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Watched = AbstractContextManager[Watch | None]
 
 
 class Express:
-    """Shipments over one buffer of a link, on this rank's current CUDA device.
+    """Transfers over one buffer of a link, on this rank's current CUDA device.
 
-    place: this rank's among `count` members; pads: on the device, the address of every member's
-    pad of flags, all zero; lane: for copies inside this device.
+    place: this rank's among `count` members; pads: on the device, the address of every member's pad
+    of flags, all zero; lane: the stream for copies inside this device.
     """
 
     def __init__(self, place: int, count: int, pads: int, lane: torch.cuda.Stream) -> None:
@@ -55,7 +55,7 @@ class Express:
         self.call = torch.ops.zpp_lab.ship.default
 
     def route(self, part: Part) -> Tensor:
-        """The columns `Route` of cuda/peer/ship.h, then sources and their rows."""
+        """Return the columns `Route` of cuda/peer/ship.h, then sources and their rows."""
         columns = [
             self.place,
             self.count,
@@ -75,8 +75,8 @@ class Express:
     def ship(
         self, part: Part, out: Tensor, held: Tensor | None, keep: Tensor | None, watch: int
     ) -> None:
-        """Afterwards the slot's `met`, and `read`, stand for this use. watch: a raw event to
-        record behind the meeting, or 0."""
+        """Transfer; afterwards the slot's `met`, and `read`, stand for this use. watch: a raw event
+        to record behind the meeting, or 0."""
         if part.route is None:
             part.route = self.route(part)
         self.meetings += 1
@@ -84,7 +84,7 @@ class Express:
 
 
 def _event() -> torch.cuda.Event:
-    """One that exists: torch makes it when it is first recorded."""
+    """Return an event that exists: torch makes it when it is first recorded."""
     event = torch.cuda.Event()
     event.record()
     return event
@@ -96,31 +96,31 @@ class Shared(Protocol):
     streams: Streams
 
     def allocate(self, nbytes: int) -> Sequence[Tensor]:
-        """A buffer uint8 [nbytes] of every member, in their order; the host waits for all of
-        them. What was allocated before is given up: nothing on this device may use it."""
+        """Allocate a buffer uint8 [nbytes] of every member, in their order; the host waits for all
+        of them. The former one is given up: nothing on this device may use it."""
         ...
 
     def express(self) -> Express | None:
-        """For shipments over what was just allocated; None: they go step by step, by `barrier`
-        and `pull`. All members of a link have the same."""
+        """Return the transfers over what was just allocated; None: step by step, by `barrier` and
+        `pull`. All members of a link get the same."""
         ...
 
     def barrier(self) -> None:
-        """The current stream goes on once every member's has come here."""
+        """Let the current stream wait until every member's has come here."""
         ...
 
     def pull(self, outs: Sequence[Tensor], sources: Sequence[Tensor], own: int) -> None:
-        """Copies on the current stream, int64, each source in some member's buffer, the first
-        `own` of them in this rank's."""
+        """Copy on the current stream, int64, each source in some member's buffer, the first `own`
+        of them in this rank's."""
         ...
 
 
 @dataclass(slots=True)
 class Part:
-    """A shipment's place in a slot: this rank's room there, and where its rows come from.
+    """A transfer's place in a slot: this rank's rows there, and where the received rows come from.
 
-    sources: the `own` rows first, then each other member's, so that at any time the ranks read
-    from different ones, as int64; `order` has their places in `out`, flat. `route`: the same for
+    sources: the `own` rows first, then each other member's, so that at any time the ranks read from
+    different ones, as int64; `order` has their places in `out`, flat. `route`: the same for
     `Express`.
     """
 
@@ -134,7 +134,7 @@ class Part:
 
 
 class Ring:
-    """The slots of one link for one kind of shipment, of `count` members; `own` is this rank's
+    """The slots of one link for one kind of transfer, of `count` members; `own` is this rank's
     place among them."""
 
     def __init__(self, shared: Shared, kind: Kind, own: int, count: int) -> None:
@@ -145,7 +145,7 @@ class Ring:
         self._reset(None)
 
     def _reset(self, express: Express | None) -> None:
-        """Nobody has written a slot yet."""
+        """Mark every slot as unwritten."""
         self.express = express
         self.use, self.opened = -1, True  # the latest use, and whether its meeting is under way
         self.barriers: list[Any] = [None] * self.slots  # marks behind meetings, by slot
@@ -153,7 +153,8 @@ class Ring:
         self.parts: dict[tuple[int, ...], Part] = {}
 
     def claim(self, nbytes: int) -> int:
-        """A slot of at least `nbytes` that the current stream may write; where it starts."""
+        """Claim a slot of at least `nbytes` that the current stream may write; returns where it
+        starts."""
         if nbytes > self.size:
             self._grow(max(nbytes, self.wanted))
         self.use += self.opened  # a use that was never sent is used again
@@ -166,8 +167,8 @@ class Ring:
     def ship(
         self, part: Part, out: Tensor, held: Tensor | None, keep: Tensor | None, watched: Watched
     ) -> None:
-        """The room of this use is filled, or shall have `held`: every member's rows → `out`,
-        some of which `keep` gets too. `watched`: around the meeting of the ranks."""
+        """Transfer every member's rows into `out`, and some into `keep`, once this rank's slot is
+        filled, or from `held`. `watched`: around the meeting of the ranks."""
         self.opened = True
         if self.express is not None:
             with watched as watch:
@@ -186,14 +187,15 @@ class Ring:
         self.read = self.shared.streams.mark(self.read)
 
     def _meet(self, slot: int) -> None:
-        """What this rank wrote on the current stream may be read, and so may the others'."""
+        """Meet: what this rank wrote on the current stream may be read, and so may the others'
+        rows."""
         if self.read is not None:
             self.shared.streams.wait(self.read)
         self.shared.barrier()
         self.barriers[slot] = self.shared.streams.mark(self.barriers[slot])
 
     def part(self, at: int, shape: tuple[int, int, int]) -> Part:
-        """The place of rows × columns × bytes that starts at `at`; made once."""
+        """Return the place of rows × columns × bytes that starts at `at`; cached."""
         found = self.parts.get((at, *shape))
         if found is None:
             found = self.parts[at, *shape] = self._part(at, shape)

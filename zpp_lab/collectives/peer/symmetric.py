@@ -33,7 +33,7 @@ STREAMS = CudaStreams()
 class SymmetricMemory:
     """`slots.Shared` of a process group on CUDA devices that reach each other.
 
-    at_once: all ranks have the kernels' library, so a shipment is one call of it.
+    at_once: all ranks have the kernels' library, so a transfer is one call of it.
     """
 
     streams: Streams = STREAMS
@@ -84,7 +84,7 @@ class SymmetricMemory:
 
 
 def _copies(outs: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """One after the other: side by side they share links that two ranks pull over, and took a
+    """Copy one after the other: in parallel they share links that two ranks pull over, and took a
     third longer on four H200s."""
     for out, source in zip(outs, sources, strict=True):
         out.copy_(source, non_blocking=True)

@@ -21,7 +21,7 @@ from zpp_lab.collectives.transport import Kind, Link, ProcessGroups, Shipment, m
 
 class PeerTransport:
     """`Transport` over shared memory on the links that have it; `groups` serves the rest, and
-    shipments that bring a rank fewer than `least` bytes.
+    transfers that bring a rank fewer than `least` bytes.
 
     shared: makes the memory of a link, on all its members at the same time.
     """
@@ -64,7 +64,7 @@ class PeerTransport:
         return self.rings[kind, link]
 
     def describe(self) -> str:
-        """For the log."""
+        """Describe the transport for the log."""
         names = ", ".join(link for link in self.links if len(self.links[link]) > 1)
         size = f" from {self.least / MIB:g} MiB" if self.least else ""
         return f"peer memory on the links {names}{size}, process groups for the rest"
@@ -74,7 +74,7 @@ class PeerTransport:
 
 
 class _Copies:
-    """A shipment whose room lies in this rank's slot, on the stream of its owner."""
+    """A transfer whose sent rows lie in this rank's slot, on the stream of its owner."""
 
     __slots__ = ("by", "held", "label", "link", "out", "part", "ring", "room")
 

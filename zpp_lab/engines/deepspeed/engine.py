@@ -4,14 +4,14 @@ Model, initial weights, batches, schedule, AdamW, clipping and evaluation are ou
 collectives and precision are DeepSpeed's. What it sends cannot be seen from outside, so `bytes` is
 empty: unknown.
 
-Two things are put right, so that losses can be compared: DeepSpeed makes its fp32 weights from
-rounded ones, and gets the exact ones here; and where it would go past the recipe without a word,
-the engine refuses (engine.allow_fallback=true goes on).
+Two corrections make losses comparable: DeepSpeed makes its fp32 weights from rounded ones, and gets
+the exact ones here; and where it would silently depart from the recipe, the engine refuses (unless
+engine.allow_fallback=true).
 
 Its flat shards are read and written as whole tensors by name. ZeRO-3 cuts each parameter's
 flattened elements into as many chunks as there are ranks, the last one padded. Its fp32 weights and
 AdamW's state lie in one flat buffer for each optimizer group, with one count of updates; the public
-accessors of `deepspeed.utils` know where in it a parameter is.
+accessors of `deepspeed.utils` find a parameter in it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def own_part(whole: Tensor, rank: int, world: int) -> Tensor:
-    """A copy of this rank's chunk of a whole tensor, flat and zero-padded, in its dtype."""
+    """Copy this rank's chunk of a whole tensor, flat and zero-padded, in its dtype."""
     chunk = -(-whole.numel() // world)
     own = whole.detach().flatten()[rank * chunk : (rank + 1) * chunk]
     part = torch.zeros(chunk, dtype=whole.dtype, device=whole.device)
@@ -57,7 +57,8 @@ def own_part(whole: Tensor, rank: int, world: int) -> Tensor:
 def states(
     optimizer: Any, parameters: Mapping[str, nn.Parameter], rank: int, world: int
 ) -> dict[str, Any]:
-    """All tensors whole on the CPU of rank 0: weights, optimizer, scaler. Every rank calls it."""
+    """Return all tensors whole on the CPU of rank 0: weights, optimizer, scaler. Every rank calls
+    it."""
     found: dict[str, Any] = {"weights": {}, "optimizer": {key: {} for key in STATE}}
     groups = optimizer.optimizer.state.values()  # flat ones, empty before the first update
     counts = [float(state["step"]) for state in groups if "step" in state]
@@ -90,7 +91,7 @@ def load_states(
     world: int,
     state: Mapping[str, Any],
 ) -> None:
-    """The inverse of `states`, from whole tensors on any device."""
+    """Load what `states` returned, from whole tensors on any device."""
     differing = sorted(set(parameters) ^ set(state["weights"]))
     if differing:
         raise ValueError(f"the checkpoint is of another model; {differing[0]} differs")
@@ -110,7 +111,7 @@ def load_states(
 def _make_state(
     optimizer: Any, parameters: Mapping[str, nn.Parameter], steps: Mapping[str, Tensor]
 ) -> None:
-    """Room for AdamW's state, with the count of updates that all parameters share."""
+    """Allocate AdamW's state, with the count of updates that all parameters share."""
     optimizer.optimizer.state.clear()
     counts = {float(step) for step in steps.values()}
     if not counts:
@@ -127,7 +128,7 @@ def _make_state(
 
 
 def _to_training_dtype(optimizer: Any) -> None:
-    """The shards that are gathered, anew from the fp32 weights, as after an update."""
+    """Refresh the shards that are gathered from the fp32 weights, as after an update."""
     optimizer._partition_all_parameters()
     for group in range(len(optimizer.fp32_partitioned_groups_flat)):
         optimizer._reassign_or_swap_out_partitioned_parameters(group)
@@ -139,7 +140,7 @@ _LOWEST_SCALE = "loss scale already at minimum"
 
 
 def load_deepspeed(device: torch.device) -> Any:
-    """The package; ValueError says how to get it. Its kernels must not be built on a CPU."""
+    """Import the package; ValueError says how to get it. Its kernels must not be built on a CPU."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     if archs := os.environ.get("TORCH_CUDA_ARCH_LIST"):  # it cannot read 9.0a, as torch can
         os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(?<=\d)[af]\b", "", archs)
@@ -207,8 +208,8 @@ class DeepSpeedEngine(Engine):
     # ------------------------------------------------------------------ one step
 
     def step(self, step: int, lr: float, batches: Batches, telemetry: bool) -> StepResult:
-        """One optimizer step. With fp16 a step whose scaled gradient overflowed changes no weight
-        and has an infinite norm; DeepSpeed halves its loss scale."""
+        """Take one optimizer step. With fp16 a step whose scaled gradient overflowed changes no
+        weight and has an infinite norm; DeepSpeed halves its loss scale."""
         set_rate(self.optimizer, lr)
         micros = self.plan.micro_steps
         losses = torch.zeros(micros, dtype=torch.float64, device=self.device)
@@ -243,7 +244,7 @@ class DeepSpeedEngine(Engine):
 
     @torch.no_grad()
     def token_scores(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
-        """Ranks take the batches in turn, and all of them join every gather."""
+        """Score batches, which ranks take in turn; all of them join every gather."""
         todo = list(batches)
         rounds, sizes = -(-len(todo) // self.world), [t.numel() for _, t in todo]
         own = torch.zeros(rounds, 2, max(sizes), dtype=torch.float32, device=self.device)
@@ -263,25 +264,25 @@ class DeepSpeedEngine(Engine):
         return torch.cat([row[:, :size] for row, size in zip(in_order, sizes, strict=False)], 1)
 
     def _forget_secondary(self) -> None:
-        """Weights that were gathered in another mode must not serve the next pass."""
+        """Drop weights that were gathered in another mode, which must not serve the next pass."""
         self.optimizer._partition_all_parameters()
         self.optimizer.invalidate_secondary_tensor()
 
     def _quantize_weights(self, on: bool) -> None:
-        """Whether gathers carry the recipe's bits (on), or the weights themselves."""
+        """Let gathers carry the recipe's bits (on), or the weights themselves."""
         asked = self.engine.zero_quantized_weights()
         coordinator = self.optimizer.parameter_offload.get_param_coordinator()
         coordinator.zero_quantized_weights = on and asked
 
     def state_dict(self) -> dict[str, Any]:
-        """Whole fp32 tensors by name on rank 0, in the form of every engine; {} elsewhere.
+        """Return whole fp32 tensors by name on rank 0, in the form of every engine; {} elsewhere.
 
         All ranks must call it. `scaler` is the loss scale's state, empty without fp16.
         """
         return states(self.optimizer, self.parameters, self.rank, self.world)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A state of any engine and cluster. ValueError when it is another model's, or its
+        """Load a state of any engine and cluster. ValueError when it is another model's, or its
         parameters have been updated a different number of times, which DeepSpeed cannot hold."""
         load_states(self.optimizer, self.parameters, self.rank, self.world, state)
         self._forget_secondary()

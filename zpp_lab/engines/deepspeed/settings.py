@@ -1,4 +1,4 @@
-"""What DeepSpeed is told: a config as its settings, or an error that names what it cannot express.
+"""A config as DeepSpeed's settings, or an error that names what it cannot express.
 
 DeepSpeed 0.19 has three switches for the wires, none of which takes a number of bits or a block:
 
@@ -34,11 +34,11 @@ _OURS = ("gather", "ordered", "prefetch", "blocks_per_unit", "offload", "compile
 
 
 def deepspeed_settings(config: Config, longest_vector: int = 0) -> dict[str, Any]:
-    """DeepSpeed's configuration; ValueError names the setting that it cannot follow.
+    """Return DeepSpeed's configuration; ValueError names the setting that it cannot follow.
 
     longest_vector: elements of the model's largest vector. Parameters up to DeepSpeed's threshold
-    are never quantized on the weights' wires; where there are codecs it is put here, so that all
-    matrices are and no vector is, as the recipe says.
+    are never quantized on the weights' wires; where there are codecs it is set to this, so that all
+    matrices are quantized and no vector is, as the recipe says.
     """
     _check_engine(config.engine)
     _check_recipe(config)
@@ -88,7 +88,7 @@ def _check_engine(engine: EngineConfig) -> None:
 def _check_recipe(config: Config) -> None:
     recipe, cluster = config.recipe, config.cluster
     checked = Recipe(recipe, cluster)
-    for wanted, said in (
+    for wanted, what in (
         (recipe.again, f"recipe.{recipe.setting('weights')} (use stage 3)"),
         (not recipe.copied, f"recipe.{recipe.setting('optimizer')} (use world)"),
         (not recipe.kept, "recipe.sharding.weights=node (use world)"),
@@ -113,7 +113,7 @@ def _check_recipe(config: Config) -> None:
             "recipe.secondary=true with one GPU a node (use recipe.secondary=false)",
         ),
     ):
-        _need(wanted, said)
+        _need(wanted, what)
     for wire in wires_among():
         bits = WEIGHT_BITS if WIRES[wire].carries == "weights" else GRAD_BITS
         _check_codec(wire, checked.wire(wire), bits)
@@ -123,7 +123,7 @@ def _check_recipe(config: Config) -> None:
 
 
 def _check_hops(checked: Recipe) -> None:
-    """qgZ is both hops at 4 bits, and nothing else."""
+    """Check qgZ, which is both hops at 4 bits, and nothing else."""
     intra, inter = _bits(checked, INTRA), _bits(checked, INTER)
     hops = checked.config.hops
     _need(intra == inter, f"different {INTRA} and {INTER} (set recipe.grads)")
@@ -154,12 +154,13 @@ def _need(ok: bool, what: str) -> None:
 
 
 def check_gradients(shapes: dict[str, tuple[int, ...]], config: Config, visible: int) -> list[str]:
-    """What keeps DeepSpeed from the quantized reduction that the recipe asks for; [] if nothing.
+    """Return what keeps DeepSpeed from the quantized reduction that the recipe asks for; [] if
+    nothing.
 
-    shapes: of all parameters by name. visible: GPUs that a rank sees, which DeepSpeed takes for
-    the size of a node. From its sources (0.19.8): with fewer than two such nodes, or elements that
-    2 · world does not divide, it reduces plainly; and a row count that the world does not divide
-    loses the rest.
+    shapes: of all parameters by name. visible: GPUs that a rank sees, which DeepSpeed takes for the
+    size of a node. From its sources (0.19.8): with fewer than two such nodes, or elements that 2 ·
+    world does not divide, it reduces plainly; and a row count that the world does not divide loses
+    the rest.
     """
     if not quantizes_grads(config):
         return []

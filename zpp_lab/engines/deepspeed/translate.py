@@ -1,8 +1,8 @@
-"""A DeepSpeed config file as settings of ours, with what DeepSpeed does there without a word.
+"""A DeepSpeed config file as settings of ours, with what DeepSpeed silently does there.
 
-What is said of DeepSpeed is of 0.19.8: read in its sources, or measured (experiments/deepspeed).
-Every key of the file ends in one of three places: a setting, a line that says why it needs none, or
-the list of what was not carried over.
+Facts about DeepSpeed are of 0.19.8: read in its sources, or measured (experiments/deepspeed). Every
+key of the file ends in one of three places: a setting, a line that says why it needs none, or the
+list of what was not carried over.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR
 
 @dataclass
 class Translation:
-    """`settings` for the command line, `silent`: what DeepSpeed does without a word, `notes` and
-    `left`: keys that need no setting, or were not carried over, each with its reason."""
+    """`settings` for the command line, `silent`: what DeepSpeed silently does, `notes` and `left`:
+    keys that need no setting, or were not carried over, each with its reason."""
 
     settings: list[str] = field(default_factory=list)
     silent: list[str] = field(default_factory=list)
@@ -72,19 +72,19 @@ class Translation:
 
 
 def translate(path: Path, nodes: int | None, gpus_per_node: int | None) -> Translation:
-    """The config file at `path`, on a cluster as far as it is told or follows from the file.
-    ValueError for what is no such file, or contradicts itself."""
-    told = parse_json(path, "use a DeepSpeed config file (JSON)", once=True)
-    if not isinstance(told, dict):
+    """Translate the config file at `path`, on a cluster as far as it is given or follows from the
+    file. ValueError for an invalid file, or one that contradicts itself."""
+    given = parse_json(path, "use a DeepSpeed config file (JSON)", once=True)
+    if not isinstance(given, dict):
         raise ValueError(f"{path}: expected a mapping, as in DeepSpeed's config")
-    return _Reading(path, flatten(told), nodes, gpus_per_node).translation()
+    return _Reading(path, flatten(given), nodes, gpus_per_node).translation()
 
 
 class _Reading:
     def __init__(
-        self, path: Path, told: dict[str, Any], nodes: int | None, gpus_per_node: int | None
+        self, path: Path, given: dict[str, Any], nodes: int | None, gpus_per_node: int | None
     ) -> None:
-        self.path, self.told, self.nodes, self.gpus = path, dict(told), nodes, gpus_per_node
+        self.path, self.given, self.nodes, self.gpus = path, dict(given), nodes, gpus_per_node
         self.made, self.asked = Translation(), set[str]()
         self.auto: set[str] = set()  # keys that were dealt with
 
@@ -106,9 +106,9 @@ class _Reading:
     # ------------------------------------------------------------------ reading
 
     def _take(self, key: str, usual: Any = None) -> Any:
-        """The value, which is dealt with now; `usual` where the file leaves it open."""
+        """Pop a key's value; `usual` where the file leaves it open."""
         self.asked.add(key)
-        value = self.told.pop(key, usual)
+        value = self.given.pop(key, usual)
         if value == AUTO:
             self.auto.add(key)
             ours = f"set {_FILLED[key]}" if key in _FILLED else "no setting follows from it"
@@ -137,10 +137,10 @@ class _Reading:
     # ------------------------------------------------------------------ parts
 
     def _wires(self) -> None:
-        """Recipe and sharding."""
+        """Translate recipe and sharding."""
         silent = self.made.silent
         for key in ("stage", *_WIRES):
-            if self.told.get(_ZERO + key) == AUTO:
+            if self.given.get(_ZERO + key) == AUTO:
                 raise ValueError(
                     f"{self.path}: {_ZERO}{key}=auto: transformers' Trainer does not fill it in; "
                     "write its value"
@@ -166,7 +166,7 @@ class _Reading:
             )
             weights, grads, self.hpz = False, False, 1
         loco = {k: self._number(f"{_ZERO}zeropp_loco_param.{k}") for k in ("err_beta", "reset_T")}
-        if self.told.pop(f"{_ZERO}zeropp_loco_param", None) == {}:
+        if self.given.pop(f"{_ZERO}zeropp_loco_param", None) == {}:
             loco["err_beta"] = None
         remembers = any(value is not None for value in loco.values())
         if remembers and not grads:
@@ -209,7 +209,7 @@ class _Reading:
             self._set(f"recipe.secondary={'true' if self.hpz > 1 else 'false'}")
 
     def _mics(self, stage: int) -> None:
-        """MiCS: groups of ranks with a copy of the model each."""
+        """Translate MiCS: groups of ranks with a copy of the model each."""
         size = self._number(f"{_ZERO}mics_shard_size", -1, -1)
         if self._flag(f"{_ZERO}mics_hierarchical_params_gather"):
             self.made.notes.append(
@@ -229,7 +229,7 @@ class _Reading:
             self._set("recipe.shard=node")
 
     def _of_gradients(self) -> None:
-        """What its quantized reduction does to gradients."""
+        """List what its quantized reduction does to gradients."""
         silent = self.made.silent
         if self.dtype_open:
             silent.append("read bf16 or fp32 gradients as fp16 numbers (experiments/deepspeed)")
@@ -294,20 +294,20 @@ class _Reading:
         own = "bf16" if self.bf16 or self.fp16 else "fp32"
         if not self.dtype_open:
             self._set(f"train.param_dtype={own}")
-        told = self._take("communication_data_type")
-        sent = _DTYPES.get(str(told), "") if told is not None else own
+        given = self._take("communication_data_type")
+        sent = _DTYPES.get(str(given), "") if given is not None else own
         if sent not in ("bf16", "fp32"):
-            self.made.left.append(f"communication_data_type={told}: replaced by bf16")
+            self.made.left.append(f"communication_data_type={given}: replaced by bf16")
             sent = "bf16"
-        if told is not None or not self.dtype_open:
+        if given is not None or not self.dtype_open:
             self._set(f"train.reduce_dtype={sent}")
         if self.fp16:
             self.made.left.append(
                 "fp16: replaced by bf16, which needs no loss scale; engine=deepspeed supports "
                 "fp16 (train.param_dtype=fp16)"
             )
-        for key in [key for key in self.told if key.startswith(("fp16.", "bf16."))]:
-            self.made.left.append(f"{key}={self.told.pop(key)!r}: no equivalent setting")
+        for key in [key for key in self.given if key.startswith(("fp16.", "bf16."))]:
+            self.made.left.append(f"{key}={self.given.pop(key)!r}: no equivalent setting")
 
     def _training(self) -> None:
         clip = self._number("gradient_clipping", 0.0)
@@ -412,9 +412,9 @@ class _Reading:
                     self._set(f"tracking.{ours}={written(value)}")
 
     def _rest(self) -> None:
-        """Every key that nobody has taken. ValueError for a value where a section belongs: its
-        settings would silently be those of a file without it."""
-        for key, value in self.told.items():
+        """Place every remaining key. ValueError for a value where a section belongs: its settings
+        would silently be those of a file without it."""
+        for key, value in self.given.items():
             short = key.removeprefix(_ZERO)
             inner = sorted(k for k in self.asked if k.startswith(f"{key}."))
             if inner and value not in (None, {}):

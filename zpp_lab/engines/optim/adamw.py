@@ -36,7 +36,7 @@ from zpp_lab.engines.optim.states import (
     row_noise,
     to_bf16,
 )
-from zpp_lab.engines.optim.update import Lanes
+from zpp_lab.engines.optim.update import Streams
 
 BATCH = 2**23
 SCRATCH = 20  # bytes an element: two moments, the update and what encoding takes
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class RowBlock:
     """Some rows of a parameter on this rank; all tensors are views [rows, n] or [rows, k]."""
 
     kind: StateKind
@@ -84,7 +84,7 @@ class CompactAdamW(torch.optim.Optimizer):
         self.near: dict[Tensor, dict[str, Tensor]] = {}  # of the parameters under way, if `host`
         # Kept from step to step: torch keeps what a stream has freed for that stream alone, so
         # with new ones in every step tens of stages would lie about.
-        self.lanes: Lanes | None = None
+        self.streams: Streams | None = None
         every = [p for group in self.param_groups for p in group["params"]]
         self.offsets = {p: 7919 * i % SPREAD for i, p in enumerate(every)}
         self.kinds = {p: kind_of(p.shape, kind) for p in every}
@@ -96,7 +96,7 @@ class CompactAdamW(torch.optim.Optimizer):
         return local(self.param_groups[0]["params"][0]).device
 
     def zero_state(self, p: Tensor) -> dict[str, Tensor]:
-        """A parameter's state before its first update, sharded as it is."""
+        """Return a parameter's state before its first update, sharded as it is."""
         kind, device = kind_of(p.shape, self.kind), local(p).device
         own, wide = tuple(local(p).shape), (blocks_of(p.shape),)
         state = {"step": torch.zeros((), device=device)}
@@ -131,19 +131,19 @@ class CompactAdamW(torch.optim.Optimizer):
         noise = None
         if not kernel.serves(local(every[0])):  # one strip; rows read it from places of their own
             noise = row_noise(self.seed, number, SPREAD + self.widest, self.device)
-        if self.host and self.lanes is None:
-            self.lanes = Lanes(self.device)
-        lanes = self.lanes
+        if self.host and self.streams is None:
+            self.streams = Streams(self.device)
+        streams = self.streams
         for i, parameters in trained.items():
             group = self.param_groups[i]
-            if lanes is None:
+            if streams is None:
                 self._change(group, parameters, number, noise, ok)
                 continue
             for some in together(parameters, self._nbytes, host.STAGE):
-                with lanes.next(), self._passing(some):
+                with streams.next(), self._passing(some):
                     self._change(group, some, number, noise, ok)
-        if lanes is not None:
-            lanes.join()
+        if streams is not None:
+            streams.join()
 
     def _change(
         self,
@@ -153,17 +153,17 @@ class CompactAdamW(torch.optim.Optimizer):
         noise: Tensor | None,
         ok: Tensor | None,
     ) -> None:
-        """Update parameters and what `_states` gives of them; without noise by the kernel."""
+        """Update parameters and the states that `_states` returns; without noise by the kernel."""
         if noise is None:
             self._by_kernel(group, parameters, number, ok)
             return
-        pieces = self._pieces(group, parameters, noise)
-        for batch in together(pieces, lambda piece: piece.weight.numel(), BATCH):
+        blocks = self._row_blocks(group, parameters, noise)
+        for batch in together(blocks, lambda block: block.weight.numel(), BATCH):
             _update(batch, ok)
 
     @contextmanager
     def _passing(self, parameters: list[Tensor]) -> Iterator[None]:
-        """Moments that lie in host memory are on the device inside, and back there afterwards."""
+        """Move moments from host memory to the device for the body, and back."""
         far = {p: self._states(p) for p in parameters}
         self.near = {
             p: {k: v.to(self.device, non_blocking=True, copy=True) for k, v in state.items()}
@@ -176,7 +176,7 @@ class CompactAdamW(torch.optim.Optimizer):
         self.near = {}
 
     def _states(self, p: Tensor) -> dict[str, Tensor]:
-        """Moments and scales of this rank's rows, where the update finds them."""
+        """Return moments and scales of this rank's rows, where the update finds them."""
         own = self.near.get(p)
         return own or {k: local(v) for k, v in self.state[p].items() if k != "step"}
 
@@ -186,11 +186,11 @@ class CompactAdamW(torch.optim.Optimizer):
     def _by_kernel(
         self, group: dict[str, Any], parameters: list[Tensor], number: int, ok: Tensor | None
     ) -> None:
-        """One call for the parameters whose moments are kept alike."""
-        alike: dict[StateKind, list[Tensor]] = defaultdict(list)
+        """Launch the kernel once for the parameters with one kind of moments."""
+        same: dict[StateKind, list[Tensor]] = defaultdict(list)
         for p in parameters:
-            alike[self.kinds[p]].append(p)
-        for some in alike.values():
+            same[self.kinds[p]].append(p)
+        for some in same.values():
             states = [self._states(p) for p in some]
             kernel.launch(
                 [local(p) for p in some],
@@ -206,14 +206,14 @@ class CompactAdamW(torch.optim.Optimizer):
     def _corrections(
         self, group: dict[str, Any], parameters: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """fp32 [parameters] each: `rate` and `root` of their pieces."""
+        """Return `rate` and `root` of each parameter's row blocks, fp32 [parameters] each."""
         steps = torch.stack([self.state[p]["step"] for p in parameters]).double()
         beta1, beta2 = group["betas"]
         return (group["lr"] / (1 - beta1**steps)).float(), (1 - beta2**steps).sqrt().float()
 
-    def _pieces(
+    def _row_blocks(
         self, group: dict[str, Any], parameters: list[Tensor], noise: Tensor
-    ) -> Iterator[Piece]:
+    ) -> Iterator[RowBlock]:
         if not parameters:
             return
         rates, roots = (t.unbind() for t in self._corrections(group, parameters))
@@ -228,12 +228,12 @@ class CompactAdamW(torch.optim.Optimizer):
                 part = slice(first, first + each)
                 w, g = weight.view(rows, wide)[part], grad.reshape(rows, wide)[part]
                 states = {k: v[part] for k, v in flat.items()}
-                yield Piece(kind, group, w, g, rate, root, states, own)
+                yield RowBlock(kind, group, w, g, rate, root, states, own)
 
 
 def _sharded_as(p: Tensor, own: Tensor, shape: Sequence[int]) -> Tensor:
-    """`own` as this rank's rows of a tensor of `shape` that is cut as `p` is; wherever it lies, as
-    `DTensor.from_local` would move it to the mesh's device."""
+    """Wrap `own` as this rank's rows of a tensor of `shape` that is sharded as `p` is, on its own
+    device; `DTensor.from_local` would move it to the mesh's device."""
     if not is_sharded(p):
         return own
     from torch.distributed.tensor import DTensor
@@ -246,7 +246,7 @@ def _sharded_as(p: Tensor, own: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def together(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Items in order, whose sizes add up to at most `most` where several are together."""
+    """Yield items in order in lists whose sizes add up to at most `most`, or of a single item."""
     batch: list[T] = []
     held = 0
     for item in items:
@@ -259,8 +259,8 @@ def together(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterato
         yield batch
 
 
-def _update(batch: list[Piece], ok: Tensor | None) -> None:
-    """torch.optim.AdamW's formula, each product and sum rounded by itself."""
+def _update(batch: list[RowBlock], ok: Tensor | None) -> None:
+    """Apply torch.optim.AdamW's formula, each product and sum rounded by itself."""
     group = batch[0].group
     beta1, beta2 = group["betas"]
     grads = [p.grad for p in batch]
@@ -276,14 +276,14 @@ def _update(batch: list[Piece], ok: Tensor | None) -> None:
     torch._foreach_add_(second, update)
     torch._foreach_copy_(update, second)
     torch._foreach_sqrt_(update)
-    for u, piece in zip(update, batch, strict=True):
-        u.div_(piece.root)
+    for u, block in zip(update, batch, strict=True):
+        u.div_(block.root)
     torch._foreach_add_(update, group["eps"])
-    for u, m, piece in zip(update, first, batch, strict=True):
-        torch.div(m, u, out=u).mul_(piece.rate)
-    for piece, m, v in zip(batch, first, second, strict=True):
-        _keep(piece, MOMENTS[0], m, ok)
-        _keep(piece, MOMENTS[1], v, ok)
+    for u, m, block in zip(update, first, batch, strict=True):
+        torch.div(m, u, out=u).mul_(block.rate)
+    for block, m, v in zip(batch, first, second, strict=True):
+        _keep(block, MOMENTS[0], m, ok)
+        _keep(block, MOMENTS[1], v, ok)
     del first, second
     weights = [p.weight for p in batch]
     if ok is None:
@@ -294,25 +294,25 @@ def _update(batch: list[Piece], ok: Tensor | None) -> None:
         _put(w, (w * (1 - group["lr"] * group["weight_decay"])).sub_(u), ok)
 
 
-def _moment(piece: Piece, name: str) -> Tensor:
-    """A fresh fp32 tensor [rows, n]."""
-    kept = piece.state[name]
-    if piece.kind == "8bit":
-        return decode(kept, piece.state[name + SCALE], signed=name == MOMENTS[0])
+def _moment(block: RowBlock, name: str) -> Tensor:
+    """Return a moment as a fresh fp32 tensor [rows, n]."""
+    kept = block.state[name]
+    if block.kind == "8bit":
+        return decode(kept, block.state[name + SCALE], signed=name == MOMENTS[0])
     return kept.to(torch.float32, copy=True)
 
 
-def _keep(piece: Piece, name: str, value: Tensor, ok: Tensor | None) -> None:
+def _keep(block: RowBlock, name: str, value: Tensor, ok: Tensor | None) -> None:
     """Write a moment back as its state keeps it. Overwrites `value`."""
-    if piece.kind == "8bit":
+    if block.kind == "8bit":
         first = name == MOMENTS[0]
-        codes, scale = encode(value, signed=first, noise=None if first else piece.noise)
-        _put(piece.state[name], codes, ok)
-        _put(piece.state[name + SCALE], scale, ok)
+        codes, scale = encode(value, signed=first, noise=None if first else block.noise)
+        _put(block.state[name], codes, ok)
+        _put(block.state[name + SCALE], scale, ok)
         return
-    if piece.kind == "bf16":
-        value = to_bf16(value, piece.noise)
-    _put(piece.state[name], value, ok)
+    if block.kind == "bf16":
+        value = to_bf16(value, block.noise)
+    _put(block.state[name], value, ok)
 
 
 def _put(into: Tensor, value: Tensor, ok: Tensor | None) -> None:

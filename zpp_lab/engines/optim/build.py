@@ -27,13 +27,13 @@ OptimizerState = dict[str, dict[str, Tensor]]  # {key: {parameter name: tensor}}
 
 
 def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int = 0) -> AdamW:
-    """AdamW with weight decay on matrices only (norms and biases have one dimension), and a rate of
-    its own for projections into the residual stream (train.residual_lr). ValueError when there is
-    nothing to train, or no such projection.
+    """Build AdamW with weight decay on matrices only (norms and biases have one dimension), and a
+    rate of its own for projections into the residual stream (train.residual_lr).
 
-    With states in fp32 torch's own, on a GPU the fused one, and of DTensors their shards alone
-    are updated. `guarded_step` can hold back the fused one and ours without asking the host.
-    `seed`: of the rounding of smaller states.
+    With states in fp32 torch's own, on a GPU the fused one; of DTensors their shards alone are
+    updated. `guarded_step` can hold back the fused one and ours without asking the host. `seed`: of
+    the rounding of smaller states. ValueError when there is nothing to train, or no such
+    projection.
     """
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if not trained:
@@ -70,7 +70,7 @@ def _check_projections(
 
 
 def _groups(trained: Mapping[str, nn.Parameter], train: TrainConfig) -> list[dict[str, Any]]:
-    """Parameters that share settings; `factor` is what `set_rate` multiplies the rate by."""
+    """Group parameters that share settings; `factor` is what `set_rate` multiplies the rate by."""
     matrices = {name: p for name, p in trained.items() if p.ndim > 1}
     slow = {name for name in matrices if train.residual_lr != 1 and feeds_residual(name)}
     decay = train.weight_decay
@@ -102,7 +102,7 @@ def update(optimizer: AdamW, number: int, ok: Tensor | None = None) -> None:
 
 
 def guarded_step(optimizer: AdamW, ok: Tensor, number: int = 0) -> None:
-    """`update`, or leave weights and state as they are where `ok` is false. Where weights lie on
+    """Do `update`, or leave weights and state unchanged where `ok` is false. Where weights lie on
     the CPU the host asks."""
     if on_device(optimizer):
         update(optimizer, number, ok)
@@ -111,14 +111,14 @@ def guarded_step(optimizer: AdamW, ok: Tensor, number: int = 0) -> None:
 
 
 def on_device(optimizer: AdamW) -> bool:
-    """Whether the optimizer's kernels take the decision themselves."""
+    """Return whether the optimizer's kernels take the decision themselves."""
     if isinstance(optimizer, CompactAdamW):
         return optimizer.device.type == "cuda"
     return bool(optimizer.defaults["fused"])
 
 
 def zero_state(optimizer: AdamW, p: Tensor) -> dict[str, Tensor]:
-    """A parameter's state before its first update."""
+    """Return a parameter's state before its first update."""
     if isinstance(optimizer, CompactAdamW | ShardAdamW):
         return optimizer.zero_state(p)
     step = torch.zeros((), device=p.device if on_device(optimizer) else "cpu")
@@ -128,7 +128,7 @@ def zero_state(optimizer: AdamW, p: Tensor) -> dict[str, Tensor]:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> OptimizerState:
-    """Tensors by key and parameter; parameters that were never updated have none."""
+    """Return tensors by key and parameter; parameters that were never updated have none."""
     found: OptimizerState = {key: {} for key in STATE}
     for name, p in parameters.items():
         for key, value in optimizer.state[p].items() if p in optimizer.state else ():
@@ -141,7 +141,7 @@ def load_optimizer_state(
     parameters: Mapping[str, nn.Parameter],
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """The inverse of `optimizer_state`. ValueError when the states are kept otherwise."""
+    """Load what `optimizer_state` returned. ValueError when the states are kept otherwise."""
     dtypes = {k: {n: t.dtype for n, t in named.items()} for k, named in state.items()}
     check_state(optimizer, parameters, dtypes)
     optimizer.state.clear()
@@ -175,7 +175,7 @@ def check_state(
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """The rate of step `step` (from 0): linear warm-up to train.lr, then the schedule.
+    """Return the rate of step `step` (from 0): linear warm-up to train.lr, then the schedule.
 
     `cosine` and `linear` fall to min_lr_ratio from there to the end; `constant` stays. `wsd`
     (warm-up, stable, decay) stays, and falls linearly over its last `train.decay` steps: Hu et al.

@@ -26,13 +26,13 @@ LEANS_ON = {"torch.distributed.tensor.DTensor": ("_local_tensor",)}  # a test lo
 
 
 def is_sharded(t: Any) -> TypeGuard[DTensor]:
-    """Whether `t` is a DTensor."""
+    """Return whether `t` is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
 
 
 def local(t: Any) -> Tensor:
-    """What this rank has of `t`, a tensor, outside of any graph."""
+    """Return this rank's part of `t`, outside of any graph."""
     # a step asks some thousand times, and `to_local` takes the host microseconds each time
     return t._local_tensor if is_sharded(t) else t
 
@@ -41,7 +41,7 @@ class ShardAdamW(torch.optim.AdamW):
     """torch.optim.AdamW with its bits and its state; parameters are DTensors or tensors."""
 
     def zero_state(self, p: Tensor) -> dict[str, Tensor]:
-        """A parameter's state before its first update, sharded as it is."""
+        """Return a parameter's state before its first update, sharded as it is."""
         step = torch.zeros((), device=p.device if self.defaults["fused"] else "cpu")
         return {"step": step} | {key: torch.zeros_like(p) for key in MOMENTS}
 

@@ -47,22 +47,22 @@ DTYPES: dict[StateKind, torch.dtype] = {
 
 
 def kind_of(shape: Sequence[int], kind: StateKind) -> StateKind:
-    """What a parameter of this whole shape really gets."""
+    """Return the kind of state that a parameter of this whole shape gets."""
     return kind if prod(shape[1:]) >= SHORT else "fp32"
 
 
 def blocks_of(shape: Sequence[int]) -> int:
-    """Blocks of one row."""
+    """Count the blocks of one row."""
     return -(-prod(shape[1:]) // BLOCK)
 
 
 def state_bytes(shape: Sequence[int], kind: StateKind) -> int:
-    """Bytes of both moments of a parameter, or of a shard with as many rows."""
+    """Return the bytes of both moments of a parameter, or of a shard with as many rows."""
     return 2 * sum(moment_bytes(shape, kind))
 
 
 def moment_bytes(shape: Sequence[int], kind: StateKind) -> tuple[int, ...]:
-    """Of one moment: its values, and in 8 bits its scales."""
+    """Return the bytes of one moment: its values, and in 8 bits its scales."""
     numel = prod(shape)
     match kind_of(shape, kind):
         case "fp32":
@@ -73,15 +73,15 @@ def moment_bytes(shape: Sequence[int], kind: StateKind) -> tuple[int, ...]:
 
 
 def noise_key(seed: int, step: int) -> int:
-    """The 64-bit Philox key of a step's noise: as `codecs/noise.py` makes one, but of the nine
-    letters "optimizer", the seed and the step from 0 on."""
+    """Return the 64-bit Philox key of a step's noise: as `codecs/noise.py` makes one, but of the
+    nine letters "optimizer", the seed and the step from 0 on."""
     data = b"optimizer" + seed.to_bytes(8, "little") + step.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2s(data, digest_size=8).digest(), "little")
 
 
 def row_noise(seed: int, step: int, numel: int, device: torch.device) -> Tensor:
-    """int32 [numel] of 16 random bits each, a pure function of seed, step and place: element e has
-    word (e % 8) // 2 of Philox4x32-7 for the counter (e // 8, 0, 0, 0), its low half when e is
+    """Draw int32 [numel] of 16 random bits each, a pure function of seed, step and place: element e
+    has word (e % 8) // 2 of Philox4x32-7 for the counter (e // 8, 0, 0, 0), its low half when e is
     even."""
     key = noise_key(seed, step)
     groups = torch.arange(-(-numel // LANES), dtype=torch.int64, device=device)
@@ -92,17 +92,17 @@ def row_noise(seed: int, step: int, numel: int, device: torch.device) -> Tensor:
 
 
 def to_bf16(x: Tensor, noise: Tensor) -> Tensor:
-    """fp32 [rows, n], noise int32 [n] of 16 bits → bf16 [rows, n]. Overwrites x."""
+    """Round fp32 [rows, n] with noise, int32 [n] of 16 bits, to bf16 [rows, n]. Overwrites x."""
     bits = x.view(torch.int32)
     return bits.add_(noise).bitwise_and_(-65536).view(torch.float32).to(torch.bfloat16)
 
 
 def encode(x: Tensor, signed: bool, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """fp32 [rows, n] → codes uint8 [rows, n], scales fp32 [rows, k], a block's largest each.
+    """Encode fp32 [rows, n] to codes, uint8 [rows, n], and scales, fp32 [rows, k], a block's
+    largest.
 
-    Without noise (int32 [n] of 16 bits each) rounded to nearest.
-
-    A block with a NaN or Inf gets a scale that is not finite. Overwrites x.
+    Without noise (int32 [n] of 16 bits each) rounded to nearest. A block with a NaN or Inf gets a
+    scale that is not finite. Overwrites x.
     """
     negative = (x < 0) if signed else None
     scale = _amax(x.abs_())
@@ -117,7 +117,7 @@ def encode(x: Tensor, signed: bool, noise: Tensor | None = None) -> tuple[Tensor
 
 
 def decode(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    """The inverse of `encode`: fp32 [rows, n]."""
+    """Invert `encode`: fp32 [rows, n]."""
     bits = codes.to(torch.int32)
     if not signed:
         x = bits.add_(ONE - 255).bitwise_left_shift_(CUT).view(torch.float32)
@@ -130,7 +130,7 @@ def decode(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
 
 
 def _amax(x: Tensor) -> Tensor:
-    """[rows, n] → each block's largest, [rows, k]; an empty x has empty scales."""
+    """Return each block's largest, [rows, k], of [rows, n]; an empty x has empty scales."""
     n = x.shape[1]
     if not x.numel():
         return x.new_zeros(x.shape[0], -(-n // BLOCK))
@@ -144,7 +144,7 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def _by_block(x: Tensor, scale: Tensor, op) -> Tensor:  # type: ignore[no-untyped-def]
-    """x op its block's scale, in place."""
+    """Compute x op its block's scale, in place."""
     cut = x.shape[1] // BLOCK * BLOCK
     if cut:
         op(x[:, :cut].unflatten(1, (-1, BLOCK)), scale[:, : cut // BLOCK, None])

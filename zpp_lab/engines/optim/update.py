@@ -3,10 +3,10 @@
 The kernel of cuda/optim/adamw.cu takes many parameters in one call, so the host's time for a step
 does not grow with their elements, and hardly with their number.
 
-Where masters and gradients fill the GPUs, moments need not: a step wants each of them once. They
-come in some parameters at a time, are updated by what updates moments on the GPU, with the same
-bits, and go out again. Two streams take turns (`Lanes`), so that one's moments come while the
-other's go: the bus carries both ways at once.
+Where masters and gradients fill the GPUs, moments need not lie there: a step uses each of them
+once. They come in some parameters at a time, are updated by the same code and to the same bits as
+on the GPU, and go out again. Two streams take turns (`Streams`), so that one's moments come while
+the other's go: the bus carries both ways at once.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from zpp_lab.codecs.kernels.backend import use_kernels
 from zpp_lab.codecs.kernels.table import signed
 from zpp_lab.engines.optim.states import MOMENTS, SCALE, StateKind, moment_bytes
 
-STAGE = 2**28  # bytes of moments that a lane has on the GPU; one parameter's may be more
-LANES = 2
+STAGE = 2**28  # bytes of moments that a stream has on the GPU; one parameter's may be more
+STREAMS = 2
 
 
-class Lanes:
-    """Streams beside the current one, in turns; on a CPU there are none, and all is in order."""
+class Streams:
+    """Streams next to the current one, in turns; a CPU has none, and everything runs in order."""
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        self.streams = [torch.cuda.Stream(device) for _ in range(LANES)] if cuda else []
+        self.streams = [torch.cuda.Stream(device) for _ in range(STREAMS)] if cuda else []
         self.turns = 0
 
     @contextmanager
     def next(self) -> Iterator[None]:
-        """What is started inside runs after what the current stream has so far."""
+        """Run the body's work after what the current stream has so far."""
         if not self.streams:
             yield
             return
-        stream = self.streams[self.turns % LANES]
+        stream = self.streams[self.turns % STREAMS]
         self.turns += 1
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             yield
 
     def join(self) -> None:
-        """What the current stream does from here on comes after all lanes."""
+        """Let the current stream wait for all of them."""
         for stream in self.streams:
             torch.cuda.current_stream().wait_stream(stream)
 
 
 def zeros(shape: Iterable[int], dtype: torch.dtype, device: torch.device, host: bool) -> Tensor:
-    """A moment's memory on `device`, or (`host`) where a GPU `device` reads it directly."""
+    """Allocate a moment on `device`, or (`host`) where a GPU `device` reads it directly."""
     if not host:
         return torch.zeros(*shape, dtype=dtype, device=device)
     return torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
@@ -66,7 +66,7 @@ def pinned_state_bytes(shape: Sequence[int], kind: StateKind) -> int:
 
 
 def serves(weight: Tensor) -> bool:
-    """Whether the kernel updates this weight and all beside it."""
+    """Return whether the kernel updates this weight and all others of its model."""
     return weight.is_cuda and use_kernels(weight)
 
 

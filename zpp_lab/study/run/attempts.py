@@ -19,7 +19,7 @@ from zpp_lab.files import FAILURE, LOG, write_atomic
 from zpp_lab.runs.metrics import from_json, to_json
 from zpp_lab.runs.reader import Run, read_json, read_run
 from zpp_lab.study.run.plan import PlannedRun, write_config
-from zpp_lab.train.piece import PAUSED
+from zpp_lab.train.time_slice import PAUSED
 
 FILE = "attempts.jsonl"
 Attempt = Mapping[str, Any]

@@ -23,7 +23,7 @@ from zpp_lab.study.run.places import Memory, check_jobs, make_places
 from zpp_lab.study.run.plan import Compose, PlannedRun, Planner, check_runs, notes, to_do
 from zpp_lab.study.run.progress import Progress
 from zpp_lab.study.run.queue import Queue, Stop, stop_on_signals
-from zpp_lab.train.piece import UNFINISHED
+from zpp_lab.train.time_slice import UNFINISHED
 
 if TYPE_CHECKING:
     from zpp_lab.study.judge.verdict import StudyResult

@@ -39,7 +39,7 @@ from zpp_lab.files import conf_dir, conf_names, listed_names
 from zpp_lab.study.run.batch import check_sbatch, hydra_settings, jobs_of
 from zpp_lab.study.run.progress import Countdown
 from zpp_lab.train.launch.place import placed
-from zpp_lab.train.piece import PAUSED, UNFINISHED
+from zpp_lab.train.time_slice import PAUSED, UNFINISHED
 
 
 def multirun(overrides: list[str]) -> int:

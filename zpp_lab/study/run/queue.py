@@ -34,7 +34,7 @@ from zpp_lab.study.run.attempts import ended_run, ending
 from zpp_lab.study.run.places import Memory, Places, Slot
 from zpp_lab.study.run.plan import PlannedRun
 from zpp_lab.study.run.progress import Progress
-from zpp_lab.train.piece import PAUSED, UNFINISHED
+from zpp_lab.train.time_slice import PAUSED, UNFINISHED
 
 _GRACE = 10.0  # seconds that all runs get to end their step and write a checkpoint after SIGTERM
 # What runs import once they train; torch's optimizers load the compiler.

@@ -1,8 +1,9 @@
-"""What is told of an error: a user's mistake in one line, and among failed ranks the first cause.
+"""Errors as they are reported: a user's mistake in one line, and among failed ranks the first
+cause.
 
 A rank's end makes the others fail too, often before anyone has looked. The time of a failure does
-not tell, as torch keeps it in whole seconds, and of a killed process has only the time at which it
-was found. What a rank says of its end does: whether it lost its peers, or had a reason of its own.
+not decide, as torch keeps it in whole seconds, and for a killed process only the time at which it
+was found. A rank's last message does: whether it lost its peers, or had a reason of its own.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ FULL_MEMORY = (
 
 
 def mistake(error: BaseException) -> str | None:
-    """What a user can mend, in one line that names the fix; None for what is no mistake of theirs,
-    such as a rank that is gone."""
+    """Return what a user can fix, in one line that names the fix; None for other errors, such as a
+    lost rank."""
     if isinstance(error, OSError):
         return None if isinstance(error, _GONE) else _of_system(error)
     if not isinstance(error, ValueError):
@@ -68,13 +69,13 @@ def mistake(error: BaseException) -> str | None:
 
 
 def memory_is_full(error: BaseException) -> bool:
-    """Whether there was no room for a tensor, on a GPU or in the machine's memory."""
+    """Return whether a tensor did not fit, on a GPU or in the machine's memory."""
     on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return on_cpu or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def _of_system(error: OSError) -> str:
-    """The file and what is wrong with it, without Python's error number."""
+    """Return the file and what is wrong with it, without Python's error number."""
     if error.strerror is None:
         text = str(error)
         unnamed = os.strerror(errno.EFBIG) in text and "ulimit" not in text
@@ -85,10 +86,10 @@ def _of_system(error: OSError) -> str:
     if isinstance(error.filename, str) and error.errno == errno.ENOENT:
         return f"{error.filename}: {missing(Path(error.filename), 'file or folder')}{_CHECK}"
     fix = _FIXES.get(error.errno or 0, "")
-    told = error.filename is None and "; " in text  # whoever raised it has named one
+    has_fix = error.filename is None and "; " in text  # whoever raised it has named one
     if error.errno == errno.EFBIG and "ulimit" not in text:
-        told = False  # which looks like a full disk to most
-    return text if told or not fix else f"{text}; {fix}"
+        has_fix = False  # which looks like a full disk to most
+    return text if has_fix or not fix else f"{text}; {fix}"
 
 
 class Failure(Protocol):
@@ -103,7 +104,7 @@ FailureT = TypeVar("FailureT", bound=Failure)
 
 
 def first_cause(failures: Mapping[int, FailureT]) -> tuple[int, FailureT]:
-    """The rank whose end explains the others', and its failure.
+    """Return the rank whose end explains the others', and its failure.
 
     A user's mistake comes before what a rank met on its own (its exception, or the signal that
     killed it), and that before the loss of a peer; then the earlier, then the lower rank. A rank
@@ -122,7 +123,7 @@ def first_cause(failures: Mapping[int, FailureT]) -> tuple[int, FailureT]:
 
 
 def lost_a_peer(text: str) -> bool:
-    """Whether a rank's last words only say that another one is gone."""
+    """Return whether a rank's last message only says that another one is gone."""
     return any(words in text for words in _LOST)
 
 

@@ -26,9 +26,9 @@ OPTION = "--share-gpus"
 
 @dataclass(frozen=True)
 class Placement:
-    """Ranks on GPUs. gpus: as CUDA_VISIBLE_DEVICES names them; none where that is not known or
-    ranks run on the CPU. share: how ranks of one GPU share it; None where each has its own.
-    environment: what the sharing ranks must know."""
+    """Ranks on GPUs. gpus: as CUDA_VISIBLE_DEVICES names them; empty where unknown or on the CPU.
+    share: how ranks of one GPU share it; None where each has its own. environment: variables for
+    the sharing ranks."""
 
     cluster: ClusterConfig
     gpus: tuple[str, ...] = ()
@@ -46,12 +46,12 @@ class Placement:
         return self.cluster.world // len(self.gpus) if self.gpus else 1
 
     def of_node(self, node: int) -> tuple[str, ...]:
-        """The GPUs of a node's ranks, in their order; none where `gpus` has none."""
+        """Return the GPUs of a node's ranks, in their order; none where `gpus` has none."""
         local, used = self.cluster.gpus_per_node, len(self.gpus)
         return tuple(self.gpus[(node * local + i) % used] for i in range(local if used else 0))
 
     def variables(self, node: int) -> dict[str, str]:
-        """What ranks of a node must know of their GPUs."""
+        """Return the environment variables of a node's ranks."""
         own = {"CUDA_VISIBLE_DEVICES": ",".join(self.of_node(node))} if self.gpus else {}
         return {**own, **self.environment}
 
@@ -83,21 +83,21 @@ def place(
 
 
 def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Those of CUDA_VISIBLE_DEVICES, or all of the machine. Does not start CUDA."""
+    """Return the GPUs of CUDA_VISIBLE_DEVICES, or all of the machine. Does not start CUDA."""
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         names = (name.strip() for name in listed.split(","))
         return tuple(name for name in names if name not in ("", "-1"))
-    told = _listed()
-    if told is None:  # no driver's tool: device files
+    listing = _listed()
+    if listing is None:  # no driver's tool: device files
         count = sum(bool(re.fullmatch(r"nvidia\d+", p.name)) for p in Path("/dev").glob("nvidia*"))
     else:
-        count = len(re.findall(r"^GPU \d+:", told, re.MULTILINE))
+        count = len(re.findall(r"^GPU \d+:", listing, re.MULTILINE))
     return tuple(map(str, range(count)))
 
 
 def _listed() -> str | None:
-    """What the driver's tool says, None where it is missing or fails."""
+    """Return the output of the driver's tool, None where it is missing or fails."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False
@@ -109,7 +109,7 @@ def _listed() -> str | None:
 
 @contextmanager
 def served(placement: Placement) -> Iterator[Placement]:
-    """The placement with MPS running, where its ranks share GPUs by it; it ends with the body.
+    """Run MPS in the body where ranks share GPUs by it, and yield the placement with its variables.
 
     Under `zpp-lab mps` that one's daemon serves: clients of two daemons would take turns on a GPU.
     EmulationError where MPS is missing or does not start.
@@ -124,8 +124,8 @@ def served(placement: Placement) -> Iterator[Placement]:
 
 
 def share_words(argv: Sequence[str]) -> list[str]:
-    """A bare --share-gpus as --share-gpus=mps, so that the word after it is not its value unless
-    it is one. Words behind `--` are somebody else's."""
+    """Turn a bare --share-gpus into --share-gpus=mps, so that the next argument is its value only
+    if it is one. Arguments behind `--` are left alone."""
     words = list(argv)
     own = words.index("--") if "--" in words else len(words)
     for i in range(own):

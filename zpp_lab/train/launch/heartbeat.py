@@ -1,15 +1,17 @@
-"""Signs of life between ranks, so that none waits for a dead one.
+"""Heartbeats between ranks, so that none waits for a dead one.
 
-Every second a thread of each rank (`Pulse`) tells rank 0 (`Hub`) that it lives, how many transfers
-it has begun and which one it waits for. The answer says whether the run is lost, and through whom.
+Every second a thread of each rank (`Pulse`) reports to rank 0 (`Hub`) that it lives, how many
+transfers it has begun and which one it waits for. The answer says whether the run is lost, and
+through which rank.
 
-Rank 0 judges. A rank is lost that has been silent too long, whose process has ended, or that says
-so itself. Where a transfer has failed or is late although all live, lost is the rank that has begun
-fewer of them. Who gets no answer takes rank 0 for lost, so ranks that a link no longer joins come
-to their ends each by themselves. Then every rank says which rank it was and why, and ends.
+Rank 0 judges. A rank is lost that has been silent too long, whose process has ended, or that
+reports its own end. Where a transfer has failed or is late although all live, the lost rank is the
+one that has begun fewer of them. Without a reply, a rank assumes that rank 0 failed, so ranks that
+a link no longer joins end each by themselves. Then every rank says which rank it was and why, and
+ends.
 
-Each wait has an end, and a connection that gets no answer is made anew: after an outage TCP would
-wait as long again before it tries. That is why this is no store of torch's.
+Each wait has an end, and a connection without a reply is opened again: after an outage TCP would
+wait as long again before it tries. That is why torch's store is not used.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import torch.distributed as dist
 
 BEAT = 1.0  # seconds
 PATIENCE = 5 * BEAT  # with a rank that is silent after a transfer has failed or is late
-FAILED = "ended the run"  # begins what is said of a rank that failed by itself
+FAILED = "ended the run"  # begins what is state of a rank that failed by itself
 LOST = "LostRank"  # an error's name: this rank ends because of another one
 _ANSWER = 3  # beats without one: the connection is made anew
 _MOST = 2**16  # bytes of a message
@@ -41,13 +43,14 @@ End = tuple[int | None, str]  # the rank that ended the run, if it was one, and 
 
 
 class Lived:
-    """Seconds that this process ran: a stop of its own, or of its machine, is no one's silence."""
+    """Seconds that this process ran: a stop of its own, or of its machine, does not count as
+    silence."""
 
     def __init__(self) -> None:
         self.seconds, self.last = 0.0, time.monotonic()
 
     def now(self) -> float:
-        """To be asked every few beats at least."""
+        """Return the seconds; to be called every few beats at least."""
         clock = time.monotonic()
         self.seconds += min(clock - self.last, 4 * BEAT)
         self.last = clock
@@ -91,7 +94,7 @@ class Hub:
         self.selector.register(self.listener, selectors.EVENT_READ)
 
     def look(self, seconds: float) -> None:
-        """Hear what comes within `seconds`, answer, and judge."""
+        """Read what comes within `seconds`, answer, and judge."""
         for key, _ in self.selector.select(seconds):
             if key.fileobj is self.listener:
                 self._accept()
@@ -100,17 +103,18 @@ class Hub:
         if self.ended is None:
             self.ended = self._judged(self.lived.now())
 
-    def hear(self, rank: int, said: dict[str, Any]) -> None:
+    def hear(self, rank: int, state: dict[str, Any]) -> None:
+        """Take a rank's state."""
         seen, now = self.seen[rank], self.lived.now()
         seen.heard, seen.gone = now, None
-        seen.begun, seen.at, seen.left = said["begun"], said["at"], said["left"]
-        if said["missing"] and seen.missing is None:
-            seen.missing, seen.reason = now, said["missing"]
-        if said["failed"] and self.ended is None:
-            self.ended = rank, said["failed"]
+        seen.begun, seen.at, seen.left = state["begun"], state["at"], state["left"]
+        if state["missing"] and seen.missing is None:
+            seen.missing, seen.reason = now, state["missing"]
+        if state["failed"] and self.ended is None:
+            self.ended = rank, state["failed"]
 
     def all_know(self) -> bool:
-        """Whether everyone who can be told has been told of the end."""
+        """Return whether every rank that can be reached knows of the end."""
         now = self.lived.now()
         return all(
             s.knows or s.left or s.gone is not None or now - s.heard > 3 * BEAT
@@ -140,11 +144,11 @@ class Hub:
 
     def _answer(self, link: socket.socket, of: _Link, line: bytes) -> None:
         try:
-            said = json.loads(line)
-            rank = int(said["rank"])
+            state = json.loads(line)
+            rank = int(state["rank"])
             seen = self.seen[rank]
             seen.link, of.rank = link, rank
-            self.hear(rank, said)
+            self.hear(rank, state)
             link.sendall(json.dumps({"ended": self.ended}).encode() + b"\n")
             seen.knows = self.ended is not None
         except (OSError, ValueError, KeyError, TypeError, IndexError):  # it will try again
@@ -194,11 +198,12 @@ class Pulse:
     def __init__(
         self, silence: float, act: Callable[[int | None, str], None], doing: Doing = lambda: (0, "")
     ) -> None:
-        """Every rank of the default process group must build one, at the same time."""
+        """Start the thread. Every rank of the default process group must build one, at the same
+        time."""
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.silence, self.act, self.doing = silence, act, doing
         self.left, self.failed, self.reason = False, "", ""
-        self.wake, self.told, self.over = (threading.Event() for _ in range(3))
+        self.wake, self.known, self.over = (threading.Event() for _ in range(3))
         self.wake.set()
         self.hub = Hub(self.world, silence) if self.rank == 0 else None
         port = [self.hub.port if self.hub else 0]
@@ -214,31 +219,31 @@ class Pulse:
         self._say(failed=f"{FAILED}: {text.strip().splitlines()[-1]}\n{text}")
 
     def leave(self) -> None:
-        """This rank is done; the others need not watch it any more."""
+        """Report that this rank is done; the others need not watch it any more."""
         self._say(left=True)
 
     def missing(self, reason: str) -> None:
-        """A transfer has failed or is late, so some rank is lost: wait for `act`. It comes even
-        if none is found; then it is told the `reason`."""
+        """Report a failed or late transfer, so some rank is lost, and wait for `act`. It comes even
+        if none is found; then with the `reason`."""
         self.reason = reason
         self.wake.set()
         self.over.wait(4 * PATIENCE)
 
     def _say(self, left: bool = False, failed: str = "") -> None:
         self.left, self.failed = left, failed
-        self.told.clear()
+        self.known.clear()
         self.wake.set()
-        self.told.wait(5.0)
+        self.known.wait(5.0)
 
     def _state(self) -> dict[str, Any]:
         begun, at = self.doing()
-        said = {"rank": self.rank, "begun": begun, "at": at, "missing": self.reason[:1000]}
-        return {**said, "left": self.left, "failed": self.failed[: _MOST // 2]}
+        state = {"rank": self.rank, "begun": begun, "at": at, "missing": self.reason[:1000]}
+        return {**state, "left": self.left, "failed": self.failed[: _MOST // 2]}
 
     def _lost(self, rank: int | None, text: str) -> None:
         if not self.left and not self.failed:
             self.act(rank, text)
-        self.told.set()
+        self.known.set()
         self.over.set()
 
     # ------------------------------------------------------------------ rank 0
@@ -252,7 +257,7 @@ class Pulse:
             hub.hear(0, self._state())
             hub.look(BEAT / 2)
             if self.left:
-                self.told.set()
+                self.known.set()
             if hub.ended and end == math.inf:
                 end = time.monotonic() + PATIENCE
         self._lost(*hub.ended)
@@ -274,7 +279,7 @@ class Pulse:
                 if ended is not None:
                     return self._lost(*ended)
                 if final:
-                    return self.told.set()
+                    return self.known.set()
             except (OSError, ValueError) as error:
                 _reset(link)
                 link = None
@@ -316,7 +321,7 @@ def _reset(link: socket.socket | None) -> None:
 
 
 def _listener(world: int) -> socket.socket:
-    """A socket on a free port of all addresses."""
+    """Open a socket on a free port of all addresses."""
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # IPv6 may be turned off
             family = socket.AF_INET6
@@ -327,14 +332,14 @@ def _listener(world: int) -> socket.socket:
 
 
 def _resolved(host: str, port: int) -> tuple[str, int]:
-    """With the host's address, since asking for it again could take long."""
+    """Return the host's address, since resolving it again could take long."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     # rank 0 may listen without IPv6, and `localhost` has both
     found.sort(key=lambda one: one[0] != socket.AF_INET)
     return str(found[0][4][0]), port
 
 
-def told(own: int, at: str, rank: int | None, text: str) -> str:
-    """The one line that says how rank `own` ended: where it waited, and which rank was lost."""
+def lost_line(own: int, at: str, rank: int | None, text: str) -> str:
+    """Return the line that says how rank `own` ended: where it waited, and which rank was lost."""
     which = "" if rank is None else f"rank {rank}, this one, " if rank == own else f"rank {rank} "
     return f"rank {own}: {f'{at}: ' if at else ''}{which}{text.splitlines()[0]}"

@@ -50,7 +50,7 @@ from zpp_lab.train.footprint import StartUp
 from zpp_lab.train.inputs import check_run
 from zpp_lab.train.launch.cause import USER_ERROR, first_cause, lost_a_peer, mistake
 from zpp_lab.train.launch.gpus import Placement, place, served, visible_gpus
-from zpp_lab.train.launch.heartbeat import FAILED, LOST, Pulse, told
+from zpp_lab.train.launch.heartbeat import FAILED, LOST, Pulse, lost_line
 from zpp_lab.train.launch.mps import PROGRAM, check_client
 from zpp_lab.train.launch.place import (
     SHARE,
@@ -62,7 +62,7 @@ from zpp_lab.train.launch.place import (
     see_own_gpus,
 )
 from zpp_lab.train.memory.estimate import KILLED, check_host_memory
-from zpp_lab.train.piece import JOB, UNFINISHED
+from zpp_lab.train.time_slice import JOB, UNFINISHED
 
 _ELASTIC = "torch.distributed.elastic.multiprocessing.api"
 _ALONE = (
@@ -94,7 +94,7 @@ def launch(config: Config, checked: bool = False) -> Record:
 
 
 def train(config: Config, checked: bool = False) -> Record:
-    """`launch` for a process that holds the run's folder already, and is no rank."""
+    """Do `launch` in a process that holds the run's folder already, and is no rank."""
     if config.engine.ranked:
         return start(config)
     if _on_cpu(config):
@@ -103,8 +103,8 @@ def train(config: Config, checked: bool = False) -> Record:
 
 
 def job(config: Config) -> Record:
-    """One job of a batch system, or one rank of it, inside a Python that goes on: what it returns
-    is still to be written. A second job of the same run waits, and then finds it finished."""
+    """Run one job of a batch system, or one rank of it, inside a Python that continues afterwards.
+    A second job of the same run waits, and then finds it finished."""
     folder = run_dir(config)
     JOB.listen(folder)
     if config.engine.ranked and placed(os.environ):
@@ -121,15 +121,15 @@ def job(config: Config) -> Record:
 
 
 def queue_again(summary: Record) -> str:
-    """After `leave`: where Slurm's warning stopped the run, its job is queued again; why that
-    failed, else ""."""
+    """After `leave`, have the job queued again where Slurm's warning stopped the run; returns why
+    that failed, else ""."""
     return JOB.again() if summary.get("outcome") == UNFINISHED else ""
 
 
 def run(
     config: Config, rank: int = 0, start_up: StartUp | None = None, checked: bool = False
 ) -> Record:
-    """The trainer's `run`."""
+    """Call the trainer's `run`."""
     from zpp_lab.train import trainer
 
     return trainer.run(config, rank, start_up, checked)
@@ -188,8 +188,8 @@ def _placement(config: Config) -> Placement:
     if _on_cpu(config):
         check_host_memory(config)
         if config.engine.device == "auto":
-            said = f"no GPU here: {cluster.world} ranks on the CPU, over gloo"
-            print(said, file=sys.stderr, flush=True)
+            note = f"no GPU here: {cluster.world} ranks on the CPU, over gloo"
+            print(note, file=sys.stderr, flush=True)
         return Placement(cluster)
     if torch.cuda.device_count() >= cluster.world:
         return Placement(cluster)
@@ -207,7 +207,7 @@ def _placement(config: Config) -> Placement:
 
 @contextmanager
 def inherited(variables: Mapping[str, str]) -> Iterator[None]:
-    """Processes that are started in the body have the variables."""
+    """Give the variables to processes that are started in the body."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -221,20 +221,20 @@ def inherited(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _report(error: Any, folder: Path, out_of_memory: bool) -> None:
-    """Raise what the rank that ended the run has said, and leave it in failure.json.
+    """Raise what the rank that ended the run reported, and leave it in failure.json.
 
     out_of_memory: meanwhile the kernel has killed a process of this container for lack of memory.
     """
     rank, failure = first_cause(error.failures)
-    said, text = failure.message, failure.message
-    if isinstance(said, Mapping) and "lost" in said:  # who it was, seen by a rank that waited
-        _write_failure(folder, said["lost"], str(said["why"]), str(said["message"]))
-        raise RankFailed(str(said["message"]).partition(": ")[2]) from None
-    if isinstance(said, Mapping):  # an exception that the rank could still write down
-        text = said.get("extraInfo", {}).get("py_callstack") or said.get("message")
-        said = said.get("message")
+    message, text = failure.message, failure.message
+    if isinstance(message, Mapping) and "lost" in message:  # who it was, seen by a rank that waited
+        _write_failure(folder, message["lost"], str(message["why"]), str(message["message"]))
+        raise RankFailed(str(message["message"]).partition(": ")[2]) from None
+    if isinstance(message, Mapping):  # an exception that the rank could still write down
+        text = message.get("extraInfo", {}).get("py_callstack") or message.get("message")
+        message = message.get("message")
     if failure.exitcode == USER_ERROR:
-        line = str(said).partition(": ")[2]
+        line = str(message).partition(": ")[2]
         _write_failure(folder, rank, line, str(text))
         raise ValueError(line) from None
     killed = failure.exitcode < 0
@@ -247,8 +247,8 @@ def _report(error: Any, folder: Path, out_of_memory: bool) -> None:
 
 
 def _write_failure(folder: Path, rank: int | None, how: str, text: str) -> None:
-    """Rank 0 has written what it saw; when another rank was first, that is only a consequence.
-    Never raises: the failure itself is what must be seen."""
+    """Write failure.json unless rank 0 has written the cause already. Never raises: the failure
+    itself must be seen."""
     seen: Record = {}
     with suppress(OSError, ValueError):  # a damaged one is written anew
         seen = read_object(folder / FAILURE)
@@ -277,7 +277,7 @@ def join(config: Config, start_up: StartUp) -> Record:
 
 
 def join_watched(config: Config) -> Record:
-    """`join` without a launcher of ours: the ranks tell each other of failures too."""
+    """Do `join` without a launcher of ours: the ranks report failures to each other too."""
     import zpp_lab.train.trainer  # noqa: F401  # belongs to the imports, before ranks meet
 
     start_up = StartUp.of_process()
@@ -295,28 +295,28 @@ def join_watched(config: Config) -> Record:
 
 
 def _check_together(config: Config, rank: int) -> None:
-    """Every rank asks whether the run can begin. Where one says no, all end here, and each mistake
-    is told by the first rank that met it."""
-    said: str | None = None
+    """Check on every rank whether the run can begin. If one refuses, all end here, and each mistake
+    is printed by the first rank that met it."""
+    problem: str | None = None
     try:
         if not has_ended(config):
             check_run(config, tracked=rank == 0)
     except (OSError, ValueError) as error:
-        said = mistake(error)
-        if said is None:
+        problem = mistake(error)
+        if problem is None:
             raise
     met: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(met, said)
+    dist.all_gather_object(met, problem)
     if any(met):
-        if said is not None and met.index(said) == rank:
-            print(f"rank {rank}: {said}", file=sys.stderr, flush=True)
+        if problem is not None and met.index(problem) == rank:
+            print(f"rank {rank}: {problem}", file=sys.stderr, flush=True)
         dist.barrier()  # it has been told: a launcher ends the others after the first
         _end_now(USER_ERROR)
 
 
 @contextmanager
 def _held_by_rank_0(config: Config, rank: int) -> Iterator[None]:
-    """Rank 0 holds the run's folder, if it is this run's. Else every rank says why and ends here.
+    """Hold the run's folder on rank 0, if it is this run's. Else every rank says why and ends here.
 
     Before the ranks watch each other, as that writes into the folder, which is another run's.
     """
@@ -345,18 +345,18 @@ def _run_watched(config: Config, rank: int, start_up: StartUp) -> Record:
     try:
         return run(config, rank, start_up, checked=True)
     except BaseException as error:
-        said = mistake(error)
-        text = traceback.format_exc() if said is None else said
+        problem = mistake(error)
+        text = traceback.format_exc() if problem is None else problem
         if lost_a_peer(text):
             pulse.missing(last_line(text))
         print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
         pulse.fail(text)
-        os._exit(1 if said is None else USER_ERROR)  # an orderly end would wait for the others
+        os._exit(1 if problem is None else USER_ERROR)  # an orderly end would wait for the others
 
 
 def _watch(config: Config, rank: int, for_launcher: str | None = None) -> Pulse:
-    """From now on this rank ends when another one is lost, with one line on stderr, or in the file
-    from which the launcher takes it."""
+    """Start to watch: this rank ends when another one is lost, with one line on stderr, or in the
+    file that the launcher reads."""
 
     def lost(other: int | None, why: str) -> None:
         try:  # a disk that fails, under a log too, neither hides the cause nor keeps this rank
@@ -365,7 +365,7 @@ def _watch(config: Config, rank: int, for_launcher: str | None = None) -> Pulse:
             _end_now(1)
 
     def tell(other: int | None, why: str) -> None:
-        line, first = told(rank, watchdog.under_way()[1], other, why), why.splitlines()[0]
+        line, first = lost_line(rank, watchdog.under_way()[1], other, why), why.splitlines()[0]
         if not first.startswith(FAILED):  # what that rank met may need another command
             line += f"; {_AGAIN}"
         if for_launcher is None:
@@ -375,9 +375,9 @@ def _watch(config: Config, rank: int, for_launcher: str | None = None) -> Pulse:
                 _write_failure(run_dir(config), other, first, why)
         else:
             when = {"py_callstack": line, "timestamp": str(int(time.time()))}
-            said = {"message": f"{LOST}: {line}", "extraInfo": when, "lost": other, "why": first}
+            message = {"message": f"{LOST}: {line}", "extraInfo": when, "lost": other, "why": first}
             try:
-                Path(for_launcher).write_text(json.dumps({"message": said}))
+                Path(for_launcher).write_text(json.dumps({"message": message}))
             except OSError:
                 print(line, file=sys.stderr, flush=True)
         if other == rank:  # alone it can show where it hangs
@@ -401,7 +401,8 @@ def _leave_errors_to_us(config: Config) -> None:
 
 
 def connect(config: Config) -> int:
-    """Meet the other ranks; returns this one's. ValueError when they are not the cluster's."""
+    """Meet the other ranks and return this one's number. ValueError when they are not the
+    cluster's."""
     check_place(os.environ, config.cluster)
     see_own_gpus(os.environ, config)
     cpu = config.engine.device == "cpu" or not torch.cuda.is_available()
@@ -437,7 +438,7 @@ def leave(at_exit: bool = False) -> None:
 
 
 def main(parent: str, path: str) -> None:
-    """A rank's process: its launcher's pid and the config's file are all it is told."""
+    """Run a rank's process, given its launcher's pid and the config's file."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     die_with_parent(int(parent))
@@ -461,14 +462,14 @@ def main(parent: str, path: str) -> None:
 
 
 def _join_or_say(config: Config, start_up: StartUp) -> Record:
-    """`join`. ValueError for every mistake of a user's."""
+    """Do `join`; ValueError for every mistake of a user's."""
     try:
         return join(config, start_up)
     except Exception as error:
-        said = mistake(error)
-        if said is None:
+        problem = mistake(error)
+        if problem is None:
             raise
-        raise ValueError(said) from error
+        raise ValueError(problem) from error
 
 
 def _end_now(code: int) -> NoReturn:

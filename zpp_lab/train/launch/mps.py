@@ -40,7 +40,7 @@ HELP = ("-h", "--help")
 
 
 def find_control() -> str:
-    """Where the daemon's program is. EmulationError says how to get it."""
+    """Return the daemon's program. EmulationError says how to get it."""
     path = os.pathsep.join([os.environ.get("PATH", ""), *PLACES])
     found = shutil.which(CONTROL, path=path)
     if found is None:
@@ -53,14 +53,13 @@ def find_control() -> str:
 
 
 class Mps:
-    """A daemon while the body runs. environment: for the processes that shall be its clients.
+    """An MPS daemon while the body runs. environment: for the processes that shall be its clients.
 
-    EmulationError where it is missing or does not start; says what it said.
-
-    A keeper (`mps_keeper.py`) starts it in a folder of its own and ends it again, however the owner
-    ends. Clients find it by files in that folder, so they may be in other network namespaces. They
-    need its user, and its namespaces of processes and IPC, which emulated nodes leave alone. A
-    client that does not find it goes on in time slices without a word: `check_client` asks.
+    EmulationError, with its message, where it is missing or does not start. A keeper
+    (`mps_keeper.py`) starts it in a folder of its own and ends it again, however the owner ends.
+    Clients find it by files in that folder, so they may be in other network namespaces. They need
+    its user, and its namespaces of processes and IPC, which emulated nodes leave alone. A client
+    that does not find it silently runs in time slices: `check_client` asks.
     """
 
     def __init__(self) -> None:
@@ -87,9 +86,9 @@ class Mps:
         )
         try:
             assert self.keeper.stdout is not None
-            said = self.keeper.stdout.readline().strip()
-            if said != READY:
-                why = said or "the process that tried to start it has ended"
+            answer = self.keeper.stdout.readline().strip()
+            if answer != READY:
+                why = answer or "the process that tried to start it has ended"
                 raise EmulationError(f"{self.program} cannot run here: {why}; {WITHOUT}")
         except BaseException:
             self.close()
@@ -100,7 +99,7 @@ class Mps:
         self.close()
 
     def close(self) -> None:
-        """The keeper ends the daemon and removes the folder."""
+        """Have the keeper end the daemon and remove the folder."""
         if self.keeper is None:
             return
         assert self.keeper.stdin is not None
@@ -112,7 +111,7 @@ class Mps:
 
 
 def directories(folder: Path) -> dict[str, str]:
-    """The daemon's variables for its files in `folder`."""
+    """Return the daemon's variables for its files in `folder`."""
     return {
         "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
         "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
@@ -120,7 +119,7 @@ def directories(folder: Path) -> dict[str, str]:
 
 
 def ask(program: str, command: str, environment: Mapping[str, str]) -> str:
-    """The daemon's answer. EmulationError where it gives none."""
+    """Return the daemon's answer. EmulationError where it gives none."""
     try:
         done = subprocess.run(
             [program],
@@ -134,13 +133,13 @@ def ask(program: str, command: str, environment: Mapping[str, str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise EmulationError(f"{program} does not answer {command}: {error}") from None
     if done.returncode:
-        said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        raise EmulationError(f"{program} refuses {command}: {said}")
+        answer = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise EmulationError(f"{program} refuses {command}: {answer}")
     return done.stdout
 
 
 def patient(program: str, command: str, environment: Mapping[str, str], seconds: float) -> str:
-    """As `ask`, of a daemon or server that has just started: so long it may refuse."""
+    """Ask a daemon or server that has just started, which may refuse for so many seconds."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -152,7 +151,7 @@ def patient(program: str, command: str, environment: Mapping[str, str], seconds:
 
 
 def numbers(text: str) -> list[int]:
-    """The process ids of an answer."""
+    """Return the process ids of an answer."""
     return [int(word) for word in text.split() if word.isdigit()]
 
 
@@ -175,7 +174,8 @@ def check_client(environment: Mapping[str, str], pid: int) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command's exit code, 128 + n where signal n ended it. EmulationError without MPS."""
+    """Run the command and return its exit code, 128 + n where signal n ended it. EmulationError
+    without MPS."""
     command = list(argv[1:] if argv[:1] == ["--"] else argv)
     if not command or (command[0].startswith("-") and command[0] not in HELP):
         raise ValueError("give a command after --: zpp-lab mps -- COMMAND")

@@ -62,12 +62,12 @@ def quit_daemon(program: str, folder: Path, own: Callable[[str], bool]) -> None:
 
 
 def _ignore(*_: object) -> None:
-    """Goes on waiting for the owner."""
+    """Wait on for the owner."""
 
 
 def own_environment(folder: Path) -> dict[str, str]:
-    """The daemon sees every GPU: it would number those of CUDA_VISIBLE_DEVICES anew, and clients
-    name them as the machine does."""
+    """Return an environment in which the daemon sees every GPU: it would renumber those of
+    CUDA_VISIBLE_DEVICES, and clients name them as the machine does."""
     kept = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     return kept | directories(folder)
 
@@ -78,8 +78,8 @@ def start(program: str, folder: Path) -> None:
     environment = own_environment(folder)
     for name in directories(folder).values():
         Path(name).mkdir()
-    said = folder / "said"
-    with said.open("w") as file:  # not a pipe: the daemon would keep it open
+    output = folder / "said"
+    with output.open("w") as file:  # not a pipe: the daemon would keep it open
         begun = subprocess.run(
             [program, "-d"],
             env=environment,
@@ -91,7 +91,7 @@ def start(program: str, folder: Path) -> None:
             check=False,
         )
     if begun.returncode:
-        raise EmulationError(said.read_text().strip() or f"exit code {begun.returncode}")
+        raise EmulationError(output.read_text().strip() or f"exit code {begun.returncode}")
     patient(program, f"start_server -uid {os.getuid()}", environment, START)
     deadline = time.monotonic() + START
     while not numbers(patient(program, "get_server_list", environment, START)):
@@ -101,7 +101,7 @@ def start(program: str, folder: Path) -> None:
 
 
 def last_words(folder: Path) -> str:
-    """Of the daemon's and the server's logs."""
+    """Return the end of the daemon's and the server's logs."""
     lines: list[str] = []
     for path in sorted((folder / "log").glob("*.log")):
         lines += path.read_text(errors="replace").strip().splitlines()[-LAST_LINES:]

@@ -27,13 +27,14 @@ SHARE = "engine.share_gpus=mps"
 
 
 def placed(environment: Variables) -> bool:
-    """Whether somebody has started this process as one of several ranks."""
+    """Return whether somebody has started this process as one of several ranks."""
     torchrun = "RANK" in environment and "WORLD_SIZE" in environment
     return torchrun or _in_srun(environment)
 
 
 def _in_srun(environment: Variables) -> bool:
-    """Inside `srun` with several tasks. A batch script has the job's variables, but no step."""
+    """Return whether this is `srun` with several tasks. A batch script has the job's variables, but
+    no step."""
     step = "SLURM_STEP_NUM_TASKS" in environment or "SLURM_STEP_ID" in environment
     return step and "SLURM_PROCID" in environment and _tasks(environment) > 1
 
@@ -62,7 +63,7 @@ def enter(environment: MutableMapping[str, str]) -> None:
 
 
 def slurm_place(environment: Variables) -> dict[str, str]:
-    """torchrun's variables, from those that srun sets. ValueError names one that is missing."""
+    """Return torchrun's variables, from those of srun. ValueError names one that is missing."""
     needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
     missing = [name for name in needed if not environment.get(name, "").isdigit()]
     if missing:
@@ -85,7 +86,7 @@ def slurm_place(environment: Variables) -> dict[str, str]:
 
 
 def see_own_gpus(environment: MutableMapping[str, str], config: Config) -> None:
-    """Where one machine stands for several nodes, leave a process the GPUs that are its node's.
+    """Leave a process the GPUs of its own node, where one machine stands for several nodes.
 
     Must run before CUDA starts; LOCAL_RANK becomes the place in the node. ValueError where there
     are too few GPUs, or MPS is asked for and nobody runs it.
@@ -140,8 +141,9 @@ def _first_host(environment: Variables) -> str:
 
 
 def patience(environment: Variables) -> float:
-    """Seconds to wait for a folder that another process holds: some in a job that was started
-    again, as its former start may be ending, or a lost node's lock still be the file server's."""
+    """Return the seconds to wait for a folder that another process holds: some in a job that was
+    started again, as its former start may be ending, or a lost node's lock still be the file
+    server's."""
     counts = [environment.get(name, "") for name in _RESTARTS]
     return _AFTER_RESTART if any(c.isdigit() and int(c) > 0 for c in counts) else 0.0
 

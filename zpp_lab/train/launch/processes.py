@@ -19,19 +19,19 @@ PROC = Path("/proc")
 
 
 def mark(pid: int | None = None) -> str:
-    """What processes of the owner `pid` (this one) carry."""
+    """Return the mark of processes of the owner `pid` (default: this one)."""
     pid = pid or os.getpid()
     return f"{pid}:{_started(pid)}"
 
 
 def alive(owner: str) -> bool:
-    """Whether the process that made the mark still runs."""
+    """Return whether the process that made the mark still runs."""
     pid, _, started = owner.partition(":")
     return pid.isdigit() and started != "" and _started(int(pid)) == started
 
 
 def marked(wanted: Callable[[str], bool], variable: str = VARIABLE) -> list[int]:
-    """Processes other than this one whose mark `wanted` accepts; `variable` has the mark."""
+    """Return processes other than this one whose mark `wanted` accepts; `variable` has the mark."""
     found = []
     for folder in PROC.iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
@@ -63,7 +63,7 @@ def end(
 
 
 def end_orphans(variable: str = VARIABLE) -> list[int]:
-    """End what owners that are gone have left behind."""
+    """End the processes of owners that are gone."""
     return end(lambda owner: not alive(owner), variable=variable)
 
 
@@ -77,7 +77,7 @@ def _owner(folder: Path, variable: str) -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process started, in the kernel's ticks; empty when it is gone or a zombie."""
+    """Return when a process started, in the kernel's ticks; empty when it is gone or a zombie."""
     try:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -31,7 +31,7 @@ ALWAYS = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 def rank_environment(
     hosts: Hosts, placement: Placement, rank: int, port: int, given: Mapping[str, str]
 ) -> dict[str, str]:
-    """torchrun's variables, and those of NCCL and gloo. given: the environment as it is."""
+    """Return torchrun's variables, and those of NCCL and gloo. given: the present environment."""
     cluster = placement.cluster
     node, local = divmod(rank, cluster.gpus_per_node)
     return {
@@ -48,7 +48,7 @@ def rank_environment(
 def node_environment(
     hosts: Hosts, placement: Placement, node: int, port: int, given: Mapping[str, str]
 ) -> dict[str, str]:
-    """The part that ranks of a node share; enough for a torchrun on each node."""
+    """Return the variables that ranks of a node share; enough for a torchrun on each node."""
     made = {
         "MASTER_ADDR": hosts.address(0),
         "MASTER_PORT": str(port),
@@ -66,27 +66,27 @@ def node_environment(
 
 
 def shared_environment(placement: Placement, node: int, given: Mapping[str, str]) -> dict[str, str]:
-    """For ranks that share GPUs without namespaces between their nodes: NCCL goes over this
-    host's own sockets there, as fast as they are."""
+    """Return the variables of ranks that share GPUs without namespaces between their nodes: NCCL
+    goes over this host's own sockets, as fast as they are."""
     made = {**placement.variables(node), **ALWAYS, "NCCL_SOCKET_IFNAME": "=lo"}
     return {**made, **nccl_settings(given), "NCCL_HOSTID": f"zpp-node{node}"}
 
 
 def nccl_settings(given: Mapping[str, str]) -> dict[str, str]:
-    """How NCCL shall use sockets: ours, and what the environment says of NCCL."""
+    """Return how NCCL uses sockets: our settings, under NCCL's in the environment."""
     asked = {key: value for key, value in given.items() if key.startswith("NCCL_")}
     return {**SOCKETS, **asked}
 
 
 def free_port() -> int:
-    """A port of this host that nobody uses; in a new namespace every port is free."""
+    """Return a port of this host that nobody uses; in a new namespace every port is free."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
 
 
 def network_environment(interface: str) -> Mapping[str, str]:
-    """What libraries must know to talk over `interface` alone."""
+    """Return the variables by which libraries use `interface` alone."""
     return {
         "NCCL_SOCKET_IFNAME": f"={interface}",
         "GLOO_SOCKET_IFNAME": interface,
@@ -107,19 +107,19 @@ class Hosts(Protocol):
     def address(self, node: int) -> str: ...
 
     def limit(self, gbps: float | None) -> None:
-        """Each link's speed each way in gigabits per second; None: as fast as it goes."""
+        """Limit each link's speed each way, in gigabits per second; None: no limit."""
         ...
 
     def sent(self, node: int) -> int:
-        """Bytes that have left a node since it was made, headers included."""
+        """Return the bytes that have left a node since it was made, headers included."""
         ...
 
     def resent(self, node: int) -> int:
-        """Packets that TCP has sent again from a node, needed or not."""
+        """Return the packets that TCP has sent again from a node, needed or not."""
         ...
 
     def start(
         self, node: int, words: Sequence[str], environment: Mapping[str, str], **settings: Any
     ) -> subprocess.Popen[Any]:
-        """A process on a node; it ends with this one. settings: of subprocess.Popen."""
+        """Start a process on a node; it ends with this one. settings: of subprocess.Popen."""
         ...

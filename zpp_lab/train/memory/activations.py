@@ -69,24 +69,23 @@ class Activations:
         return self.block - self.between
 
     def backward(self, grads: int) -> int:
-        """The most that a block's backward holds beyond what the block kept: the gradient that
-        comes in, those that flow, and its parameters' own (`grads` bytes in the end), less what
-        was kept and has gone by then.
-        """
+        """Return the most that a block's backward holds beyond what the block kept: the incoming
+        gradient, those that flow, and its parameters' own (`grads` bytes in the end), less what was
+        kept and has gone by then."""
         mlp, attention = self._own(grads)
         parts = self._compiled_flow if self.compiled else self._eager_flow
         return self.row + max(0, *parts(mlp, attention))
 
     def _own(self, grads: int) -> tuple[int, int]:
-        """Bytes of the gradient of one matrix of the MLP, and of the query's matrix."""
+        """Return the bytes of the gradient of one matrix of the MLP, and of the query's matrix."""
         m = self.model
         whole = 3 * m.ffn + 2 * m.dim + 2 * self._keys
         return grads * m.ffn // whole, grads * m.dim // whole
 
     def _eager_flow(self, mlp: int, query: int) -> tuple[int, ...]:
-        """Two gradients of the product's factors while silu(gate) is there; the last matrix of the
-        MLP; q's, k's and v's gradients beside the output's; q's turned back in fp32, before and
-        after; all matrices."""
+        """Return what flows at each moment: two gradients of the product's factors while silu(gate)
+        is there; the last matrix of the MLP; q's, k's and v's gradients next to the output's; q's
+        turned back in fp32, before and after; all matrices."""
         d, f, k = self.row, self._rows(self.model.ffn), self._rows(self._keys)
         key = query * self._keys // self.model.dim
         after = 3 * mlp - 4 * f
@@ -99,8 +98,8 @@ class Activations:
         )
 
     def _compiled_flow(self, mlp: int, query: int) -> tuple[int, ...]:
-        """The same moments in the order of Inductor's code. silu(gate) never lies in memory, and
-        attention's matrices come last, all four."""
+        """Return the same moments in the order of Inductor's code. silu(gate) never lies in memory,
+        and attention's matrices come last, all four."""
         d, f, k = self.row, self._rows(self.model.ffn), self._rows(self._keys)
         key = query * self._keys // self.model.dim
         after = 3 * mlp - 3 * f

@@ -49,8 +49,8 @@ ALIGN = 256  # bytes; of a slot
 
 @dataclass(frozen=True)
 class Item:
-    """One kind of memory of one rank, in bytes at each moment. `place`: gpu or host. `outside`:
-    of torch's allocator, whose statistics do not see it."""
+    """One kind of memory of one rank, in bytes at each moment. `place`: gpu or host. `outside`: not
+    in the statistics of torch's allocator."""
 
     name: str
     nbytes: dict[Moment, int]
@@ -70,7 +70,7 @@ class Estimate:
     items: tuple[Item, ...]
 
     def at(self, moment: Moment) -> int:
-        """Bytes on the GPU, assumed constants included."""
+        """Return the bytes on the GPU, assumed constants included."""
         return sum(i.nbytes[moment] for i in self.items if i.place == "gpu")
 
     @property
@@ -104,7 +104,7 @@ def always(nbytes: int) -> dict[Moment, int]:
 def moments(
     loss: int = 0, early: int = 0, late: int = 0, root: int = 0, update: int = 0
 ) -> dict[Moment, int]:
-    """What a unit holds while it computes it holds while it is sent, unless told otherwise."""
+    """Return bytes by moment; a unit holds the same while it computes and while it is sent."""
     return {
         "loss": loss,
         "early": early,
@@ -118,18 +118,19 @@ def moments(
 
 
 def kernels_serve(config: Config) -> bool:
-    """Whether our kernels run where `config` runs; a GPU is taken to have them."""
+    """Return whether our kernels run where `config` runs, assuming that a GPU has them."""
     return config.ops.backend != "reference" and not config.engine.device.startswith("cpu")
 
 
 def payload_bytes(plan: Plan, unit: UnitPlan, backward: bool = False) -> int:
-    """The buffer that one gather of `unit` fills, and what it holds of the node on the way."""
+    """Return the buffer that one gather of `unit` fills, and what it holds of the node on the
+    way."""
     layout = unit.backward if backward else unit.forward
     return plan.recipe.shards * layout.nbytes + _held(plan, unit, backward)
 
 
 def _held(plan: Plan, unit: UnitPlan, backward: bool) -> int:
-    kept = plan.recipe.kept  # which goes straight into the shipment's own room
+    kept = plan.recipe.kept  # which goes straight into its output buffer
     if not unit.hierarchical or kept or (backward and unit.keeps_secondary):
         return 0
     layout = unit.backward if backward else unit.forward
@@ -146,8 +147,8 @@ class _Leg(NamedTuple):
 
 
 class Buffers:
-    """Of a plan's units, where each rank has a GPU. A cluster of several nodes is taken for as
-    many hosts, unless engine.transport=peer says that all of them are one."""
+    """Buffers of a plan's units, where each rank has a GPU. Assumes a host for each node, unless
+    engine.transport=peer says that all of them are one."""
 
     def __init__(self, plan: Plan, config: Config) -> None:
         self.plan, self.cluster = plan, plan.recipe.cluster
@@ -170,13 +171,15 @@ class Buffers:
     # ------------------------------------------------------------------ gathers
 
     def gathers(self, unit: UnitPlan, count: int) -> int:
-        """`count` gathers of `unit` for backward, none of which is decoded yet."""
+        """Return the bytes of `count` gathers of `unit` for backward, none of which is decoded
+        yet."""
         if self.untouched:  # FSDP2's own is flat whatever the cluster's shape
             return count * self.plan.recipe.shards * unit.backward.nbytes
         return count * payload_bytes(self.plan, unit, backward=True)
 
     def heldout(self, unit: UnitPlan, count: int) -> int:
-        """`count` gathers of `unit` where it is evaluated, also with its master weights."""
+        """Return the bytes of `count` gathers of `unit` in evaluation, also with its master
+        weights."""
         shards, nodes = self.plan.recipe.shards, self.cluster.nodes
         if self.untouched:
             return count * shards * unit.forward.nbytes
@@ -187,7 +190,7 @@ class Buffers:
     # ------------------------------------------------------------------ reductions
 
     def reduction(self, unit: UnitPlan) -> int:
-        """The most of what goes out and what comes in while `unit` is reduced."""
+        """Return the most bytes of sent and received rows while `unit` is reduced."""
         turned = self.plan.recipe.config.order == "reversed"
         legs = [self._leg(*leg) for leg in self._legs(unit)]
         most = legs[0].stays + max(turned * legs[0].turned if len(legs) == 1 else 0, legs[0].sent)
@@ -197,32 +200,33 @@ class Buffers:
         return most
 
     def _leg(self, kind: Kind, link: Link, rows: int, members: int, row: int) -> _Leg:
-        """Of `rows` rows of so many bytes to each member; what is gathered has its room in it."""
+        """Return the bytes of `rows` rows of so many bytes to each member; a gather has its own row
+        in the output."""
         nbytes = rows * members * row
         if kind == "gather" or self._in_slots(link, nbytes):
             return _Leg(nbytes, nbytes, 0)
         return _Leg(2 * nbytes, nbytes, nbytes if rows > 1 else 0)
 
     def _legs(self, unit: UnitPlan) -> Iterator[tuple[Kind, Link, int, int, int]]:
-        """Of each hop its way (`collectives.reduce.ways`), and bytes of a row."""
+        """Yield each hop's way (`collectives.reduce.ways`) and the bytes of a row."""
         found = ways(self.cluster, len(unit.hops), self.plan.recipe.cut)
         return ((*way, hop.nbytes) for way, hop in zip(found, unit.hops, strict=True))
 
     # ------------------------------------------------------------------ new weights
 
     def update(self, unit: UnitPlan) -> int:
-        """While a unit's new weights travel to where nodes keep them: the nodes' payloads."""
+        """Return the nodes' payloads while a unit's new weights travel between nodes."""
         return unit.recipe.cluster.nodes * unit.update.nbytes
 
     # ------------------------------------------------------------------ slots
 
     def slots(self) -> int:
-        """Of each link and kind a ring, as large as the largest shipment that will come; none
+        """Return the bytes of a ring for each link and kind, as large as its largest transfer; 0
         where all go over process groups."""
         wanted: dict[tuple[Kind, Link], int] = defaultdict(int)
         used = set()
         for unit in self.plan.units if self.links else ():
-            for kind, link, own, arrives in self._shipments(unit):
+            for kind, link, own, arrives in self._transfers(unit):
                 if link not in self.links:
                     continue
                 wanted[kind, link] = max(wanted[kind, link], own)
@@ -230,8 +234,8 @@ class Buffers:
                     used.add((kind, link))
         return sum(SLOTS[ring[0]] * -(-wanted[ring] // ALIGN) * ALIGN for ring in used)
 
-    def _shipments(self, unit: UnitPlan) -> Iterator[tuple[Kind, Link, int, int]]:
-        """Kind, link, bytes of this rank's room and of what arrives."""
+    def _transfers(self, unit: UnitPlan) -> Iterator[tuple[Kind, Link, int, int]]:
+        """Yield kind, link, bytes of this rank's rows and of what arrives."""
         nodes, world = self.cluster.nodes, self.cluster.world
         shards = self.plan.recipe.shards
         for nbytes in (_raw_row(unit), unit.forward.nbytes, unit.backward.nbytes):
@@ -256,7 +260,7 @@ class Buffers:
 
 
 def _raw_row(unit: UnitPlan) -> int:
-    """Of a gather of the master weights, and of a frozen base as it is."""
+    """Return the bytes of a gather of the master weights, a frozen base encoded."""
     raw = RawCodec(unit.recipe.weights_dtype)
     segments = unit.forward.segments
     codecs = [s.codec if s.name in unit.unit.stored else raw for s in segments]

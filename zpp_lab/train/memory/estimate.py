@@ -27,7 +27,7 @@ from zpp_lab.config.wires import INTRA
 from zpp_lab.engines.build import plan_of, vocabulary
 from zpp_lab.engines.norm import square_bytes
 from zpp_lab.engines.optim import BATCH, SCRATCH, StateKind, state_bytes
-from zpp_lab.engines.optim.update import LANES, STAGE, pinned_state_bytes
+from zpp_lab.engines.optim.update import STAGE, STREAMS, pinned_state_bytes
 from zpp_lab.engines.units import is_untouched
 from zpp_lab.models.lora import A as LORA_A
 from zpp_lab.models.loss import heldout_size
@@ -51,7 +51,9 @@ Acts = Activations | TracedActivations
 
 CONTEXT = GIB  # assumed: a process's CUDA context, kernels, library workspaces
 NCCL = GIB // 2  # assumed: buffers of the process groups of one rank
-PIECE = 80 * AT_ONCE  # bytes while telemetry adds up a piece: nine fp64 an element, and lanes
+SUMMING = (
+    80 * AT_ONCE
+)  # bytes while telemetry adds up a part: nine fp64 an element, and the partial sums
 KILLED = (
     "The kernel killed it because the machine's memory was full: use a smaller model or fewer "
     "ranks (`zpp-lab plan` lists what each rank holds)"
@@ -59,7 +61,7 @@ KILLED = (
 
 
 def estimate(plan: Plan, config: Config, vocab: int) -> Estimate:
-    """What each rank of `plan`'s cluster holds on engine=fsdp with one GPU a rank.
+    """Estimate what each rank of `plan`'s cluster holds on engine=fsdp with one GPU a rank.
 
     ValueError for a model of transformers whose code does not run on shapes alone.
     """
@@ -71,13 +73,13 @@ def estimate(plan: Plan, config: Config, vocab: int) -> Estimate:
 
 
 def heldout_shape(config: Config) -> tuple[int, int]:
-    """Sequences and tokens each of a held-out batch."""
+    """Return the sequences of a held-out batch and the tokens of each."""
     length = config.data.seq_len
     return min(heldout_size(length), max(1, config.train.eval_tokens // length)), length
 
 
 def _activations(plan: Plan, config: Config, vocab: int, shape: tuple[int, int]) -> Acts:
-    """`shape`: sequences and tokens each."""
+    """Count activations of a batch of `shape`: sequences and tokens each."""
     if config.model.name == "hf":
         dtype, layers = plan.recipe.weights_dtype, sum(u.unit.blocks for u in plan.units)
         return TracedActivations.of(config.model, vocab, shape, dtype, layers)
@@ -88,30 +90,31 @@ def _activations(plan: Plan, config: Config, vocab: int, shape: tuple[int, int])
 
 
 def shard_bytes(parameters: Iterable[Parameter], itemsize: int = FP32) -> int:
-    """Rank 0's shards, padding included."""
+    """Return the bytes of rank 0's shards, padding included."""
     return itemsize * sum(p.shard_numel for p in parameters)
 
 
 def optimizer_bytes(parameters: Iterable[Parameter], kind: StateKind) -> int:
-    """Both moments of rank 0's shards, scales included."""
+    """Return the bytes of both moments of rank 0's shards, scales included."""
     return sum(state_bytes(_shard(p), kind) for p in parameters)
 
 
 def saved_bytes(every: list[Parameter], trained: list[Parameter], config: Config) -> int:
-    """Rank 0's part of a checkpoint, before weights alone are rounded to bf16."""
+    """Return rank 0's part of a checkpoint, before weights alone are rounded to bf16."""
     if config.train.checkpoint_weights_only:
         return shard_bytes(every)
     return shard_bytes(every) + optimizer_bytes(trained, config.train.optimizer_state)
 
 
 def secondary_bytes(plan: Plan) -> int:
-    """hpZ between nodes: of every unit that is gathered again, one forward row a node."""
+    """Return hpZ's bytes between nodes: of every unit that is gathered again, one forward row a
+    node."""
     rows = sum(u.forward.nbytes for u in plan.units if u.keeps_secondary)
     return plan.recipe.cluster.nodes * rows
 
 
 def base_bytes(plan: Plan) -> int:
-    """A rank's payload rows of a frozen base."""
+    """Return the bytes of a rank's payload rows of a frozen base."""
     return sum(u.stored.nbytes for u in plan.units)
 
 
@@ -130,14 +133,15 @@ class _Rank:
         self.early = self._fuller()  # units that went back before the one at 'early'
 
     def _fuller(self) -> int:
-        """1 where a reduction's input and its sums are more than a unit's activations, else 0."""
+        """Return 1 where a reduction's input and its sums are more than a unit's activations, else
+        0."""
         if len(self.units) == 1:
             return 0
         left = 0 if self.plan.reductions > 1 else shard_bytes(_trained(self.unit))
         return int(self._held(self.unit) + left > self.unit.unit.blocks * self.acts.between)
 
     def _left(self, gone: int) -> int:
-        """Blocks of the model that have not gone back when so many units have."""
+        """Count the model's blocks that have not gone back when so many units have."""
         return sum(u.unit.blocks for u in self.units[: max(0, len(self.units) - gone)])
 
     # ------------------------------------------------------------------ what stays
@@ -161,13 +165,13 @@ class _Rank:
         ]
 
     def _kept(self) -> int:
-        """Of every parameter one shard a node, as it is gathered."""
+        """Count node-replicated weights: of every parameter one shard a node, as it is gathered."""
         recipe = self.plan.recipe
         every = [p for u in self.plan.units for p in u.unit.parameters]
         return recipe.cluster.nodes * shard_bytes(every, self.weight) if recipe.kept else 0
 
     def _node_sums(self) -> dict[Moment, int]:
-        """Of earlier micro-steps, in fp32, until the last one sends them."""
+        """Count sums of earlier micro-steps, in fp32, until the last one sends them."""
         recipe = self.plan.recipe
         if not recipe.node_sums or self.plan.reductions == 1:
             return moments()
@@ -176,7 +180,7 @@ class _Rank:
         return always(every) | NOT_EVALUATED | {"update": 0}
 
     def _remembering(self) -> dict[Moment, int]:
-        """The new memories of the units that are reduced already, until the step is done."""
+        """Count the new residuals of the units that are reduced already, until the step is done."""
         if self.plan.reductions > 1:  # earlier micro-steps have left all of them
             return always(self.plan.memory_bytes) | NOT_EVALUATED
         every, block, root = (
@@ -191,29 +195,29 @@ class _Rank:
         return moments(early=self.early * block, late=late, root=every, update=every) | sent
 
     def _encoding(self, unit: UnitPlan) -> int:
-        """While memories stand before a codec: of a first hop what is encoded, of a second one
-        sums, what is encoded and what that decodes to; beside them what parameters take that are
-        handled together."""
+        """Count what residuals need while a unit is encoded: at a first hop its input, at a second
+        one sums, its input and what that decodes to; and the stacks of parameters that are handled
+        together."""
         found = []
         for wire in self.plan.recipe.hops:
-            alike: Counter[tuple[Memory, int]] = Counter()
+            same: Counter[tuple[Memory, int]] = Counter()
             for (where, _), m in unit.memories.items():
                 if where == wire:
-                    alike[m.memory, m.numel] += m.rows * m.numel
+                    same[m.memory, m.numel] += m.rows * m.numel
             wholes = 1 if wire == self.plan.recipe.hops[0] else 3
-            most = max(alike.values(), default=0)
-            found.append(FP32 * (wholes * alike.total() + 4 * most))
+            most = max(same.values(), default=0)
+            found.append(FP32 * (wholes * same.total() + 4 * most))
         return max(found)
 
     def _remembered(self) -> int:
-        """Of what is kept, this rank's part of a checkpoint."""
+        """Count this rank's part of the node-replicated weights in a checkpoint."""
         names = {n for u in self.plan.units for n in u.remembered}
         every = (p for u in self.plan.units for p in u.unit.parameters if p.name in names)
         return shard_bytes(every, self.weight)
 
     def _updates(self) -> list[Item]:
-        """While a unit's new weights travel. torch keeps that memory for their stream alone, so
-        other moments do without it."""
+        """Count a unit's new weights in transfer. torch reserves that memory for their stream
+        alone, so other moments do without it."""
         kept = self.plan.recipe.kept
         most = max(map(self._update, self.plan.units)) if kept else 0
         return [
@@ -222,9 +226,9 @@ class _Rank:
         ]
 
     def _update(self, unit: UnitPlan) -> int:
-        """A unit's payloads, and what torch makes: of masters what is encoded where telemetry looks
-        or no kernel serves, without kernels also what alike parameters decode to, what that
-        becomes and the choice of either; masters of host memory."""
+        """Count a unit's payloads and torch's temporaries: what is encoded from masters where
+        telemetry looks or no kernel serves; without kernels also what stacked parameters decode to,
+        the result and the choice of either; masters of host memory."""
         recipe, segments = self.plan.recipe, unit.update.segments
         numel = sum(s.numel for s in segments)
         most = self.buffers.update(unit)
@@ -238,16 +242,17 @@ class _Rank:
     def _moments(
         self, trained: list[Parameter], kind: StateKind, place: Literal["gpu", "host"]
     ) -> list[Item]:
-        """Of AdamW; those in host memory pass through the GPU, some in each lane."""
+        """Count AdamW's moments; those in host memory pass through the GPU, a stage in each
+        stream."""
         nbytes = optimizer_bytes(trained, kind)
         name = f"optimizer state, {kind}"
         if self.config.train.optimizer_place == "device":
             return [Item(name, always(nbytes), place)]
-        lane = max(STAGE, max(optimizer_bytes([p], kind) for p in trained))
+        stage = max(STAGE, max(optimizer_bytes([p], kind) for p in trained))
         pinned = sum(pinned_state_bytes(_shard(p), kind) for p in trained)
-        passing = moments(update=min(lane, nbytes))
-        # the host gives a lane's memory back before it fills the next: torch counts one at a time
-        beside = moments(update=min((LANES - 1) * lane, nbytes - passing["update"]))
+        passing = moments(update=min(stage, nbytes))
+        # the host frees a stage before it fills the next one: torch counts one at a time
+        beside = moments(update=min((STREAMS - 1) * stage, nbytes - passing["update"]))
         return [
             Item(name, always(pinned), "host"),
             Item("optimizer state, in transfer", passing),
@@ -255,7 +260,8 @@ class _Rank:
         ]
 
     def _checkpoint(self, every: list[Parameter], trained: list[Parameter]) -> int:
-        """In host memory: a copy of what is small enough, and pieces on their way to the disk."""
+        """Count host memory: a copy of what is small enough, and buffers on their way to the
+        disk."""
         train = self.config.train
         if not (train.checkpoint_every or train.keep_checkpoints):
             return 0
@@ -267,7 +273,8 @@ class _Rank:
         return copied + min(written, train.checkpoint_staging_mib * 2**20)
 
     def _gradients(self) -> dict[Moment, int]:
-        """This rank's, of the units that are reduced already. A unit's come with its reduction."""
+        """Count this rank's gradients of the units that are reduced already. A unit's come with its
+        reduction."""
         every = shard_bytes(p for u in self.plan.units for p in _trained(u))
         if self.plan.reductions > 1:  # earlier micro-steps have left theirs
             return always(every) | NOT_EVALUATED
@@ -289,7 +296,7 @@ class _Rank:
         ]
 
     def _gathered(self) -> dict[Moment, int]:
-        """The root's until its own reduction, and the computing unit's until then."""
+        """Count the root's weights until its own reduction, and the computing unit's until then."""
         root, block = self.weight * _numel(self.root), self.weight * _numel(self.unit)
         found = moments(loss=root, early=root + block, late=root + block)
         found |= {"early sent": root, "late sent": root}
@@ -308,7 +315,8 @@ class _Rank:
         return found
 
     def _payloads(self) -> dict[Moment, int]:
-        """Of the units gathered ahead in backward; in a forward the computing one's stays too."""
+        """Count the units gathered ahead in backward; in a forward the computing one's stays
+        too."""
         count = max(1, self.config.engine.prefetch)
         held = min(1 + self.config.engine.prefetch, len(self.units))
         found = moments() | {"eval": max(self.buffers.heldout(u, held) for u in self.units)}
@@ -321,8 +329,8 @@ class _Rank:
         return moments(loss=first, early=ahead) | {"eval": found["eval"]}
 
     def _whole_gradients(self) -> dict[Moment, int]:
-        """The head's from the loss on, a unit's while it is reduced (until then they are counted
-        with its backward), and the root's. With one reduction for several micro-steps every
+        """Count the head's gradient from the loss on, a unit's while it is reduced (until then it
+        counts as its backward), and the root's. With one reduction for several micro-steps every
         unit's, in reduce_dtype."""
         head = self.weight * self.acts.head
         root, block = self.weight * _to_train(self.root), self.weight * _to_train(self.unit)
@@ -338,7 +346,8 @@ class _Rank:
         return found
 
     def _reductions(self) -> dict[Moment, int]:
-        """Of the unit under way, or the input of the one before it, which nobody has let go."""
+        """Count the reduction under way, or the input of the one before it, which is not freed
+        yet."""
         held = self._held(self.unit)
         block, root = self._reduction(self.unit), self._reduction(self.root)
         late = held if len(self.units) > 1 else 0
@@ -346,7 +355,8 @@ class _Rank:
         return found | {"early sent": block, "late sent": block}
 
     def _held(self, unit: UnitPlan) -> int:
-        """The input of one unit's reduction: FSDP2's buffer, or the gradients that ours encoded."""
+        """Count the input of one unit's reduction: FSDP2's buffer, or the gradients that ours
+        encoded."""
         if self.plan.recipe.cluster.world == 1:
             return 0
         if self.untouched:
@@ -354,8 +364,8 @@ class _Rank:
         return self.weight * _to_train(unit)
 
     def _reduction(self, unit: UnitPlan) -> int:
-        """Of one unit: what goes out, what comes in, and the sums before they are the gradients'
-        own. Gradients that ours are encoded from are counted apart."""
+        """Count one unit's rows sent and received, and the sums before they become gradients.
+        Gradients that ours are encoded from are counted apart."""
         if self.plan.recipe.cluster.world == 1:
             return 0
         sums = shard_bytes(_trained(unit), self.grad)
@@ -364,8 +374,8 @@ class _Rank:
         return self.buffers.reduction(unit) + sums + self._encoding(unit)
 
     def _telemetry(self) -> dict[Moment, int]:
-        """A first hop is looked at by the kernel that encodes it. The sums of the hop after it
-        are made once more in fp32, and summed up in pieces."""
+        """Count telemetry. The kernel that encodes a first hop measures it; the sums of the hop
+        after it are computed again in fp32, and summed in parts."""
         if self.untouched or len(self.plan.recipe.hops) < 2:
             return moments()
         if not self.config.tracking.telemetry_every:
@@ -377,7 +387,7 @@ class _Rank:
             widest = max((s.numel for s in second.segments), default=0)
             turned = nodes * first.numel if any(s.codec.rotation for s in first.segments) else 0
             sums = FP32 * (nodes * first.coded_numel + turned + widest)
-            return sums + PIECE
+            return sums + SUMMING
 
         block, root = of(self.unit), of(self.root)
         return moments(root=root) | {"early sent": block, "late sent": block}
@@ -400,15 +410,15 @@ class _Rank:
         ]
 
     def _flow(self) -> dict[Moment, int]:
-        """Beside the activations that a unit's blocks begin with. A block that has gone back has
-        left its gradients in their place, which wait for the unit's reduction."""
+        """Count a unit's backward beyond the activations that its blocks begin with. A block that
+        has gone back has left its gradients in their place, which wait for the unit's reduction."""
         blocks = self.unit.unit.blocks
         each = self.weight * _to_train(self.unit) // blocks
         flow = self.acts.backward(each) + (blocks - 1) * max(0, each - self.acts.between)
         return moments(early=flow, late=flow) | {"early sent": 0, "late sent": 0}
 
     def _activations(self) -> dict[Moment, int]:
-        """Of the blocks that have not gone back yet; then what flows on to the next."""
+        """Count the blocks that have not gone back yet; then what flows on to the next."""
         acts = self.acts
         early = self._left(self.early) * acts.between + acts.recomputed
         found = moments(loss=acts.kept, early=early)
@@ -421,7 +431,8 @@ class _Rank:
         return found | sent | evaluated | {"late": late}
 
     def _updating(self, shards: list[int]) -> int:
-        """What our own AdamW needs in plain torch; its kernel and torch's fused one: nothing."""
+        """Count what our own AdamW needs in plain torch; its kernel and torch's fused one need
+        nothing."""
         if self.kernels or self.config.train.optimizer_state == "fp32":
             return 0
         return SCRATCH * min(BATCH, sum(shards))
@@ -435,7 +446,8 @@ class _Rank:
 
 
 def _adapters(plan: Plan) -> int:
-    """Elements a token between the two adapters of every layer of a block, the most of any."""
+    """Count elements a token between the two adapters of every layer of a block, the most of
+    any."""
     units = [u.unit for u in plan.units[:-1]]
     return max(
         sum(p.shape[0] for p in u.parameters if p.name.endswith(LORA_A)) // u.blocks for u in units
@@ -443,7 +455,7 @@ def _adapters(plan: Plan) -> int:
 
 
 def _shard(p: Parameter) -> tuple[int, ...]:
-    """The shape of rank 0's rows."""
+    """Return the shape of rank 0's rows."""
     return (-(-p.shape[0] // p.world), *p.shape[1:]) if p.shape else (1,)
 
 
@@ -488,7 +500,7 @@ def check_host_memory(config: Config) -> None:
 
 
 def _of_memories(plan: Plan, ranks: int) -> str:
-    """What of it encoders remember, and how to remember less; "" where they remember nothing."""
+    """Say how much of it residuals take, and how to need less; "" without residuals."""
     if not plan.memories:
         return ""
     first = any(wire == plan.recipe.hops[0] for wire, _ in plan.memories)

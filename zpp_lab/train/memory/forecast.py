@@ -26,7 +26,7 @@ class Needed:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """Of one run. None: no formula knows it."""
+    """Forecast of one run. None: no formula applies."""
 
     step_bytes: float | None  # all ranks together; of several phases the mean
     memory: Needed | None
@@ -34,11 +34,12 @@ class Foreseen:
 
 
 def foresee(config: Config) -> Foreseen:
+    """Forecast a run's bytes, memory and quantized shares."""
     return Foreseen(step_bytes(config), memory_need(config), quantized(config))
 
 
 def step_bytes(config: Config) -> float | None:
-    """Bytes that all ranks together send in one step, the mean of the run's; None with
+    """Return the bytes that all ranks together send in one step, the mean of the run's; None with
     engine=deepspeed, which follows no plan of ours."""
     if config.engine.name == "deepspeed":
         return None
@@ -49,7 +50,7 @@ def step_bytes(config: Config) -> float | None:
 
 
 def quantized(config: Config) -> Mapping[Wire, float] | None:
-    """Of a step's bytes on each wire the part that codecs make; None with engine=deepspeed."""
+    """Return the quantized part of a step's bytes on each wire; None with engine=deepspeed."""
     if config.engine.name == "deepspeed":
         return None
     from zpp_lab.collectives.plan import quantized_share
@@ -59,7 +60,7 @@ def quantized(config: Config) -> Mapping[Wire, float] | None:
 
 
 def memory_need(config: Config) -> Needed | None:
-    """What a run must have at its peak, in whichever phase, or at least."""
+    """Return what a run must have at its peak, in whichever phase, or at least."""
     each = [_memory_need(phase.config) for phase in config.phases]
     return max((need for need in each if need), key=lambda need: need.nbytes, default=None)
 
@@ -77,9 +78,9 @@ def _memory_need(config: Config) -> Needed | None:
 
 
 def host_bytes(config: Config) -> int | None:
-    """Host memory of each process of a run, beside Python, libraries and text; None with
-    engine=deepspeed. Of engine=virtual twice what is kept: tensors and activations, or on a GPU
-    the checkpoint on its way."""
+    """Return the host memory of each process of a run, without Python, libraries and text; None
+    with engine=deepspeed. For engine=virtual twice what is held all the time: tensors and
+    activations, or on a GPU the checkpoint on its way."""
     each = [_host_bytes(phase.config) for phase in config.phases]
     return max((nbytes for nbytes in each if nbytes is not None), default=None)
 

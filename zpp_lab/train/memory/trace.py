@@ -35,7 +35,8 @@ FP32 = 4  # bytes
 
 @contextmanager
 def shapes_only() -> Iterator[Live]:
-    """Inside, operators run on shapes, attention as a fused one; counts of what they make."""
+    """Run operators on shapes in the body, attention as a fused one; yields counts of their
+    results."""
     with _FusedAttention(), Live() as live:
         yield live
 
@@ -60,12 +61,12 @@ class Live(TorchDispatchMode):
         return out
 
     def start(self) -> int:
-        """From here on `most` counts; what is there already."""
+        """Restart `most` here, and return the bytes alive."""
         self.most = self.now
         return self.now
 
     def held(self, tree: Any) -> int:
-        """Bytes of the storages in `tree` that were made inside."""
+        """Return the bytes of the storages in `tree` that were made inside."""
         storages = {_key(t): t.untyped_storage().nbytes() for t in _tensors(tree)}
         return sum(nbytes for which, nbytes in storages.items() if which in self.known)
 
@@ -81,7 +82,7 @@ class Live(TorchDispatchMode):
 
 
 def _on_one_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Beside a shape all are shapes; without one nothing goes to the meta device."""
+    """Make all tensors shapes if one is; otherwise keep everything off the meta device."""
     given = _tensors((args, kwargs))
     if any(t.is_meta for t in given):
         return tree_map(_shape, args), tree_map(_shape, kwargs)
@@ -177,8 +178,8 @@ class TracedActivations(Traced):
     def of(
         cls, model: ModelConfig, vocab: int, shape: tuple[int, int], dtype: torch.dtype, layers: int
     ) -> TracedActivations:
-        """`shape`: sequences and tokens each of a micro-batch. ValueError for a model that does
-        not run on shapes."""
+        """Trace a model on a micro-batch of `shape`: sequences and tokens each. ValueError for a
+        model that does not run on shapes."""
         light, model = model.checkpoint_activations, replace(model, checkpoint_activations=False)
         found = _kept_trace(_Key(model), vocab, shape, dtype)
         return cls(**vars(found), layers=layers, checkpointed=light, chunk=model.loss_chunk)
@@ -198,7 +199,7 @@ class TracedActivations(Traced):
         return self.block - (self.row if self.keeps_input else 0)
 
     def backward(self, grads: int) -> int:
-        """`grads` are in it: they were counted with the rest."""
+        """Return the flow, which includes `grads`."""
         return self.flow
 
     @property
@@ -237,7 +238,7 @@ def _kept_trace(key: _Key, vocab: int, shape: tuple[int, int], dtype: torch.dtyp
 
 
 def trace(model: Any, shape: tuple[int, int]) -> Traced:
-    """`model`: as `build_hf` makes it, parameters on the meta device in the dtype that computes.
+    """Trace `model`, made by `build_hf`, parameters on the meta device in the dtype that computes.
     It cannot run afterwards."""
     tokens = torch.zeros(shape, dtype=torch.int64)
     units = [unit for _, unit in model.units()]
@@ -280,7 +281,7 @@ class _Around:
         model.get_output_embeddings().register_forward_pre_hook(self._at_head)
 
     def run(self, tokens: Tensor) -> tuple[int, int]:
-        """Bytes kept between the last block and the head; the most beyond them."""
+        """Return the bytes kept between the last block and the head, and the most beyond them."""
         self.model(tokens, tokens).backward()
         most = self.live.most
         self.model.zero_grad(set_to_none=True)
@@ -310,8 +311,8 @@ def _one_block(
     kwargs: dict[str, Any],
     live: Live,
 ) -> tuple[int, bool, int]:
-    """Bytes that its forward keeps; whether its input is among them; what its backward holds
-    beyond them at the most, from the gradient that comes in on."""
+    """Return the bytes that its forward keeps, whether its input is among them, and the most that
+    its backward holds beyond them, from the incoming gradient on."""
     comes_in = torch.empty_like(hidden)
     there = live.now
     x = _begin(hidden)
@@ -334,7 +335,7 @@ def _passing(
     kwargs: dict[str, Any],
     live: Live,
 ) -> int:
-    """The most of a forward without gradients, its input included."""
+    """Return the most of a forward without gradients, its input included."""
     there = live.start()
     forward(hidden, *args, **kwargs)
     return live.most - there + hidden.nbytes

@@ -1,11 +1,9 @@
-"""A run in pieces: it stops between two steps, with a checkpoint, before a given time, when Slurm
-warns that its job's time is nearly over, or (all ranks in one process) on Ctrl-C and SIGTERM.
+"""A run in time slices: it stops between two steps, with a checkpoint, before a given time, when
+Slurm warns that its job's time is nearly over, or (all ranks in one process) on Ctrl-C and SIGTERM.
 
-The same command then goes on, here or on another machine that has the run's folder, and ends with
-the bytes of a run that was never stopped.
-
-Rank 0's clock, and what it heard, decides for all ranks. A run that a piece has ended leaves
-neither summary nor failure.
+The same command then resumes, here or on another machine that has the run's folder, and ends with
+the bytes of a run that was never stopped. Rank 0's clock and signals decide for all ranks. A
+stopped run leaves neither summary nor failure.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def seconds(text: str, option: str = "--for") -> float:
-    """What `option` says: 480, 480s, 8m or 1.5h. ValueError for anything else."""
+    """Parse the time of `option`: 480, 480s, 8m or 1.5h. ValueError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if found is None or float(found[1]) == 0:
         raise ValueError(f"{option} {text}: use a time above 0, such as 480, 480s, 8m or 1.5h")
@@ -43,14 +41,14 @@ def seconds(text: str, option: str = "--for") -> float:
 
 
 def writing_seconds(numel: int, optimizer_state: str) -> float:
-    """What a checkpoint of so many parameters of one process will take, before one has been
-    written."""
+    """Estimate the seconds of a checkpoint of so many parameters of one process, before one has
+    been written."""
     return numel * _BYTES_A_PARAMETER[optimizer_state] / _BYTES_A_SECOND
 
 
 class SlurmJob:
     """The Slurm job of this process, if any. Once it is warned, its run stops, and the job is then
-    queued again: by who listened before (submitit), else by Slurm's own command."""
+    queued again: by the former signal handler (submitit), else by Slurm's own command."""
 
     def __init__(self) -> None:
         self.warning: int | None = None  # the signal that came
@@ -59,8 +57,8 @@ class SlurmJob:
         self._asked = threading.Lock()
 
     def listen(self, folder: Path | None) -> None:
-        """From now on a warning is noted; it would end the process. folder: the run's; None for a
-        rank of our own launcher, which asks for it."""
+        """Record a warning from now on, which would end the process otherwise. folder: the run's;
+        None for a rank of our own launcher, which asks for it."""
         main = threading.current_thread() is threading.main_thread()
         if "SLURM_JOB_ID" in os.environ and main and not self._before:
             self._folder = folder
@@ -83,7 +81,8 @@ class SlurmJob:
                 threading.Thread(target=self._ask_in_time, daemon=True).start()
 
     def _ask_in_time(self) -> None:
-        """Where the step and its checkpoint would outlast the job, it goes on from an older one."""
+        """Ask early where the step and its checkpoint would outlast the job; it then resumes from
+        an older one."""
         words = ["squeue", "-h", "-j", os.environ["SLURM_JOB_ID"], "-o", "%e"]
         try:
             end = datetime.fromisoformat(subprocess.check_output(words, text=True).strip())
@@ -95,8 +94,8 @@ class SlurmJob:
             print(why, file=sys.stderr, flush=True)
 
     def again(self) -> str:
-        """Have the job queued again, once; why that failed, else "". With submitit this ends the
-        process (SystemExit)."""
+        """Have the job queued again, once; returns why that failed, else "". With submitit this
+        ends the process (SystemExit)."""
         if self.warning is None or self._folder is None or not self._asks:
             return ""
         if not self._asked.acquire(blocking=False):
@@ -116,10 +115,10 @@ class SlurmJob:
                 subprocess.run(words, check=True, capture_output=True, text=True, timeout=60)
         except Exception as error:
             (self._folder / QUEUED).unlink(missing_ok=True)
-            said = " ".join((getattr(error, "stderr", None) or str(error)).split()).rstrip(".")
+            reason = " ".join((getattr(error, "stderr", None) or str(error)).split()).rstrip(".")
             return (
-                f"the job's time is nearly over, and it was not queued again ({said}): {fix}. The "
-                "same command resumes from here"
+                f"the job's time is nearly over, and it was not queued again ({reason}): {fix}. "
+                "The same command resumes from here"
             )
         return ""
 
@@ -153,11 +152,11 @@ class Signals:
         if self.came is None:
             self.came = number
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-            told = (
+            note = (
                 f"{name}: the run stops after this step and saves a checkpoint; press again to "
                 "stop now\n"
             )
-            os.write(2, told.encode())
+            os.write(2, note.encode())
         elif number == self.came:
             self._give_back()
             signal.raise_signal(number)
@@ -168,20 +167,20 @@ class Signals:
         self._before = {}
 
 
-class Piece:
-    """Says when to stop: after `steps` steps of this start (0: any number), and before a step that
-    would probably end after `until` (unix seconds).
+class TimeSlice:
+    """Decides when to stop: after `steps` steps of this start (0: any number), and before a step
+    that would probably end after `until` (unix seconds).
 
     Also once Slurm has warned of the job's end. Rank 0 decides for all ranks of the default process
-    group, if there is one. Without an `until`, and outside of Slurm, nobody is asked.
+    group, if there is one. Without an `until`, and outside of Slurm, no rank is asked.
     """
 
     def __init__(self, until: float | None, steps: int = 0) -> None:
         self.until, self.steps, self.asked = until, steps, 0
 
     def over(self, next_step: float = 0.0) -> bool:
-        """Whether to stop before the next step, which will probably take so many seconds, with the
-        checkpoint after it. Every rank must call it once a step."""
+        """Return whether to stop before the next step, which will probably take so many seconds,
+        with the checkpoint after it. Every rank must call it once a step."""
         self.asked += 1
         if self.steps and self.asked > self.steps:
             return True
@@ -191,7 +190,7 @@ class Piece:
         return _as_rank_0(late or JOB.warning is not None)
 
     def too_short(self, writing: float) -> str:
-        """For a piece without a step: why, where its checkpoint is taken to need `writing` s."""
+        """Say why a slice had no step, where its checkpoint would need `writing` s."""
         if JOB.warning is not None:
             return "no step was started before Slurm's warning: give the job more time"
         left = max(0.0, (self.until or 0.0) - time.time())
@@ -207,6 +206,6 @@ def _as_rank_0(own: bool) -> bool:
 
     if not (dist.is_available() and dist.is_initialized()):
         return own
-    said = torch.tensor([own])
-    dist.broadcast(said, src=0)
-    return bool(said)
+    decision = torch.tensor([own])
+    dist.broadcast(decision, src=0)
+    return bool(decision)

@@ -26,7 +26,7 @@ from zpp_lab.runs.metrics import read
 from zpp_lab.runs.reader import queued_at
 from zpp_lab.study.report.appendix import _commit
 from zpp_lab.train.launch.launcher import RankFailed, job, launch, queue_again
-from zpp_lab.train.piece import JOB, PAUSED, Piece, SlurmJob, seconds
+from zpp_lab.train.time_slice import JOB, PAUSED, SlurmJob, TimeSlice, seconds
 from zpp_lab.train.trainer import Trainer, run
 
 
@@ -107,7 +107,7 @@ def in_pieces(config: Config, monkeypatch: pytest.MonkeyPatch, length: int) -> l
     """Run to the end, `length` steps at a start; the steps at which it stopped."""
     stops = []
     for _ in range(100):
-        monkeypatch.setattr("zpp_lab.train.trainer.Piece", lambda *_: Steps(length))
+        monkeypatch.setattr("zpp_lab.train.trainer.TimeSlice", lambda *_: Steps(length))
         ended = run(config)
         if ended["outcome"] == "finished":
             return stops
@@ -172,7 +172,7 @@ def test_pieces_of_several_commits_are_told_apart(
 def test_other_tokens_are_no_place_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zpp_lab.train.trainer.Piece", lambda *_: Steps(5))
+    monkeypatch.setattr("zpp_lab.train.trainer.TimeSlice", lambda *_: Steps(5))
     run(small(tmp_path))
     text = tmp_path / "texts" / "part0.py"
     text.write_text(text.read_text() + "x = 1\n")
@@ -187,7 +187,7 @@ def compose_again(folder: Path) -> Config:
         return small(folder)
 
 
-class Late(Piece):
+class Late(TimeSlice):
     """Lets two steps pass even where their time is over before: the machine may be slow."""
 
     def over(self, next_step: float = 0.0) -> bool:
@@ -197,7 +197,7 @@ class Late(Piece):
 def test_train_says_that_time_is_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zpp_lab.train.trainer.Piece", Late)
+    monkeypatch.setattr("zpp_lab.train.trainer.TimeSlice", Late)
     config = small(tmp_path)  # makes the corpus
     words = [f"data.path={config.data.path}", f"data.cache_dir={tmp_path / 'cache'}", "data=text"]
     words += ["data.seq_len=16", "data.heldout_every=2", "model=tiny", "tracking.wandb=off"]
@@ -213,7 +213,7 @@ def decided() -> list[list[bool]]:
     """What each rank hears where its clock and rank 0's say different things."""
     rank, now = dist.get_rank(), time.time()
     over, left = now - 1, now + 1e6
-    own = [Piece((over, left)[rank]).over(), Piece((left, over)[rank]).over()]
+    own = [TimeSlice((over, left)[rank]).over(), TimeSlice((left, over)[rank]).over()]
     every: list[Any] = [None, None]
     dist.all_gather_object(every, own)
     return every
@@ -245,12 +245,12 @@ def test_a_step_before_an_evaluation_is_expected_to_take_longer(
     """Also before one was seen; after the last step comes a second one, of the masters."""
     asked: list[float] = []
 
-    class Asked(Piece):
+    class Asked(TimeSlice):
         def over(self, next_step: float = 0.0) -> bool:
             asked.append(next_step)
             return False
 
-    monkeypatch.setattr("zpp_lab.train.trainer.Piece", Asked)
+    monkeypatch.setattr("zpp_lab.train.trainer.TimeSlice", Asked)
     run(small(tmp_path, "train.eval_every=4"))
     assert len(asked) == 12
     assert asked[2] < asked[3]
@@ -295,7 +295,7 @@ def warned(
     """A start that Slurm warns before its step `step`, up to its end, and not before the file
     `told` is there; why its job was not queued again. other: who listened before."""
 
-    class Warned(Piece):
+    class Warned(TimeSlice):
         def over(self, next_step: float = 0.0) -> bool:
             if self.asked + 1 == step:
                 os.kill(os.getpid(), signal.SIGUSR2)
@@ -305,7 +305,7 @@ def warned(
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, other)
     vars(JOB).update(vars(SlurmJob()))
-    monkeypatch.setattr("zpp_lab.train.trainer.Piece", Warned)
+    monkeypatch.setattr("zpp_lab.train.trainer.TimeSlice", Warned)
     return queue_again(start(config))
 
 
