@@ -217,8 +217,7 @@ def _recipe(given: RecipeConfig | Mapping[str, Any] | Path | str) -> RecipeConfi
         return load(RecipeConfig, {"name": "given", **given})
     if not isinstance(given, Path | str):
         raise ValueError(
-            f"recipe={given!r}: use a recipe's name, its YAML file or its settings; 'zero3' is "
-            "plain sharding"
+            f"recipe={given!r}: use its name, YAML file or settings; 'zero3' is plain sharding"
         )
     path = Path(given)
     if isinstance(given, str) and path.suffix not in (".yaml", ".yml"):
@@ -257,8 +256,7 @@ def _phases(config: RecipeConfig, steps: int | None) -> list[tuple[int, RecipeCo
     if shares and steps is None:
         raise ValueError(
             f"recipe {config.name}: recipe.phases begin after a share of the run's steps "
-            f"({shares[0]}): pass the run's steps, zpp_lab.shard(..., steps=N), or use steps "
-            "instead of the share"
+            f"({shares[0]}): pass zpp_lab.shard(..., steps=N), or use steps instead"
         )
     return config.phased(sys.maxsize if steps is None else steps)
 

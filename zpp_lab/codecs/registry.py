@@ -104,8 +104,7 @@ def _checked(name: str, codec: Any, again: Any) -> Codec:
     kind = type(codec).__name__
     if not isinstance(codec, Codec):
         raise ValueError(
-            f"codec {name}: {kind} lacks part of the Codec protocol; derive it from "
-            "zpp_lab.codecs.CodecBase"
+            f"codec {name}: {kind} is not a Codec; derive it from zpp_lab.codecs.CodecBase"
         )
     try:
         equal = codec == again and hash(codec) == hash(again)
@@ -131,8 +130,7 @@ def _factory(name: str) -> Callable[..., Codec]:
         factory: Any = point.load()
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"codec {name}: its entry point {point.value!r} cannot be loaded ({error}); fix or "
-            "reinstall its package"
+            f"codec {name}: cannot load {point.value!r} ({error}); fix or reinstall its package"
         ) from error
     return factory
 

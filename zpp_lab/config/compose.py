@@ -81,9 +81,8 @@ def _micro_steps(tokens: int, *, _root_: DictConfig) -> int:
     if tokens % each:
         raise ValueError(
             f"{ranks} ranks of train.batch_size={train.batch_size} sequences of "
-            f"data.seq_len={_root_.data.seq_len} have {each:,} tokens, which does not divide the "
-            f"experiment's {tokens:,} tokens a step: set train.micro_steps, or another "
-            "train.batch_size"
+            f"data.seq_len={_root_.data.seq_len} have {each:,} tokens, which does not divide "
+            f"{tokens:,} tokens a step: set train.micro_steps, or another train.batch_size"
         )
     return int(tokens // each)
 
@@ -156,10 +155,7 @@ def own_files() -> list[str]:
         for path in sorted(folder.rglob("*.yaml")) if named else ():
             name = path.relative_to(folder)
             if (conf_dir() / name).is_file():
-                raise ValueError(
-                    f"--config-dir {folder}: conf/ has {name} too and takes precedence; rename "
-                    "yours"
-                )
+                raise ValueError(f"--config-dir {folder}: conf/ has {name} too; rename yours")
         return [f"hydra.searchpath=[{quote(f'file://{folder.resolve()}')}]"]
     return []
 
@@ -188,8 +184,7 @@ def _check_heeded(composed: DictConfig, overrides: Sequence[str]) -> None:
         raise ValueError(f"{place[0]}: hardware sets the cluster too; leave one of them out")
     if "train.beta2" in given and composed.train.beta2_tokens is not None:
         raise ValueError(
-            "train.beta2 and train.beta2_tokens both set beta2: leave one of them out, or set "
-            "train.beta2_tokens=null"
+            "train.beta2 and train.beta2_tokens both set beta2: set train.beta2_tokens=null"
         )
     for owner, (group, names) in OWNERS.items():
         chosen = composed[group].name
@@ -197,8 +192,7 @@ def _check_heeded(composed: DictConfig, overrides: Sequence[str]) -> None:
             if f"{group}.{name}" in given and chosen != owner:
                 other = "the built-in decoder" if owner == "llama" else f"{group}={owner}"
                 raise ValueError(
-                    f"{group}.{name} is a setting of {other}, which {group}={chosen} ignores: "
-                    "leave it out, or choose that"
+                    f"{group}.{name} is a setting of {other}, not of {group}={chosen}: leave it out"
                 )
 
 
@@ -407,9 +401,8 @@ def _check_heard(study: StudyConfig, overrides: Sequence[str]) -> None:
     for override in overrides:
         if all(setting_of(override) in own for own in by_run):
             raise ValueError(
-                f"{override}: every arm of study {study.name} sets this already; write "
-                f"a study with your own arms (extends: {study.name}), or train one run with "
-                "zpp-lab train"
+                f"{override}: every arm of study {study.name} sets this already; write your own "
+                f"study (extends: {study.name}), or train one run with zpp-lab train"
             )
 
 
@@ -486,8 +479,7 @@ def _inherited(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
     unknown = [name for name in without if name not in arms]
     if unknown:
         raise ValueError(
-            f"{path}: without: {', '.join(unknown)}: unknown arm in the extended study; valid "
-            f"names: {', '.join(arms)}"
+            f"{path}: without: unknown arm {', '.join(unknown)}; valid names: {', '.join(arms)}"
         )
     own = _by_name(path, values.pop("arms", []))
     overrides = [*base.get("overrides", []), *values.pop("overrides", [])]
@@ -546,6 +538,5 @@ def check_same_run(config: Config, folder: Path) -> None:
     if changed:
         listed = "; ".join(f"{k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in changed[:5])
         raise ValueError(
-            f"{folder} holds a run with other settings ({listed}). Set another run.dir, or delete "
-            "the folder to start over"
+            f"{folder} holds a run with other settings ({listed}): set another run.dir"
         )

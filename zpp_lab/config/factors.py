@@ -76,9 +76,8 @@ def _levels(arm: str, key: str, levels: Any, used: set[str]) -> Iterator[tuple[A
     else:
         raise ValueError(
             f"arm {arm}, factor {key}: give a list of levels for a setting (such as "
-            "recipe.weights.bits: [8, 4]); for a name of your own a list with an override that "
-            f"uses {{{key}}}, or a mapping from level to overrides; settings start with "
-            f"{', '.join(sorted(_SETTINGS))}"
+            f"recipe.weights.bits: [8, 4]); for an own name a list and overrides with {{{key}}}, "
+            f"or a mapping to overrides; settings start with {', '.join(sorted(_SETTINGS))}"
         )
 
 
@@ -102,8 +101,7 @@ def _fill(arm: str, text: str, levels: Mapping[str, Any]) -> str:
         found = [k for k in levels if k == asked or k.endswith(f".{asked}")]
         if len(found) != 1:
             raise ValueError(
-                f"arm {arm}: {{{asked}}} names {'no' if not found else 'more than one'} factor; "
-                f"there are: {', '.join(levels)}"
+                f"arm {arm}: {{{asked}}} names {len(found)} factors; valid: {', '.join(levels)}"
             )
         return "raw" if levels[found[0]] is None else _text(levels[found[0]])
 

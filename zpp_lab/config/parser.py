@@ -88,8 +88,7 @@ def check_own(option: str, path: Path, mark: str) -> None:
             begins = file.read(_BEGINNING)
         if mark.encode() not in begins:
             raise ValueError(
-                f"{option} {path} exists, and this command did not write it; use another name, or "
-                "move that file away"
+                f"{option} {path} exists, and this command did not write it; use another name"
             )
 
 

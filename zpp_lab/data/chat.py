@@ -67,10 +67,7 @@ def counts(turn: Turn) -> bool:
     given = {name: turn[name] for name in _SWITCHES if turn.get(name) is not None}
     for name, value in given.items():
         if not isinstance(value, int | float) or value not in (0, 1):
-            raise ValueError(
-                f"{name!r}: {json.dumps(value)[:40]}: a message counts whole or not at all; use 0 "
-                "or 1"
-            )
+            raise ValueError(f"{name!r}: {json.dumps(value)[:40]}: use 0 or 1")
         if value and not own:
             raise ValueError(
                 f"{name!r}: {json.dumps(value)} in a message of the role {turn['role']!r}: the "
@@ -220,8 +217,7 @@ class ChatTemplate:
             )
         if "strftime_now" in self.source and "date_string" not in self.source:
             raise ValueError(
-                "the chat template inserts today's date, so a run would not repeat: set one "
-                f"without a date, {_OWN}"
+                f"the chat template inserts today's date: set one without a date, {_OWN}"
             )
 
     def _answers(self, turns: Sequence[Turn]) -> list[int]:
@@ -267,9 +263,8 @@ class ChatTemplate:
         same = sum(1 for _ in takewhile(bool, map(int.__eq__, part, whole)))
         if same < len(part) - 1:
             raise ValueError(
-                "the chat template changes earlier turns when later ones follow, so the "
-                "assistant's text cannot be located: set one that marks it with {% generation "
-                f"%}}, {_OWN}"
+                "the chat template changes earlier turns when later ones follow: set one that "
+                f"marks the assistant's text with {{% generation %}}, {_OWN}"
             )
         return same
 

@@ -103,8 +103,7 @@ def stdlib_corpus(max_bytes: int = 0) -> FileCorpus:
     )
     if not files:
         raise ValueError(
-            f"data.name=stdlib: no standard library source found in {root}: use data=text with "
-            "data.path"
+            f"data.name=stdlib: no source found in {root}: use data=text with data.path"
         )
     return FileCorpus(root, _cut(files, max_bytes))
 
@@ -278,8 +277,7 @@ class HubCorpus:
         if not isinstance(value, str):
             names = ", ".join(k for k, v in row.items() if isinstance(v, str))
             raise ValueError(
-                f"data.column={self.column}: {self.path} has no text in this column; columns with "
-                f"text: {names or 'none'}"
+                f"data.column={self.column} of {self.path} has no text; valid: {names or 'none'}"
             )
         return value
 
@@ -302,6 +300,5 @@ class HubCorpus:
             )
         except (OSError, ValueError) as error:  # not found, no network, no such subset or split
             raise ValueError(
-                f"data.path={self.path} (data.subset={self.subset}, data.split={self.split}) "
-                f"cannot be read: {error}"
+                f"data.path={self.path} data.subset={self.subset} data.split={self.split}: {error}"
             ) from None

@@ -228,7 +228,7 @@ def pack(
     fitted = fit(offsets, mask, cfg, split)
     if not len(fitted.records):
         raise ValueError(
-            f"data: no {split} record fits data.seq_len={cfg.seq_len}: raise it, or set "
+            f"data: no {split} record fits data.seq_len={cfg.seq_len}: set "
             "data.records.too_long=truncate"
         )
     lengths = fitted.stops - fitted.starts

@@ -154,10 +154,9 @@ def _completion(
     missing = [name for name in names if name not in record]
     if missing:
         raise ValueError(
-            f"missing field {' and '.join(map(repr, missing))}, and no "
-            f"{fields.messages!r}; it has {', '.join(map(repr, record)) or 'none'}. Name the "
-            "fields with data.records.prompt and data.records.completion, or with "
-            "data.records.messages"
+            f"missing field {' and '.join(map(repr, missing))}, and no {fields.messages!r}; it has "
+            f"{', '.join(map(repr, record)) or 'none'}. Set data.records.prompt and "
+            "data.records.completion, or data.records.messages"
         )
     prompt, completion = (_text(record[name], name) for name in names)
     found.leave([name for name in record if name not in names], place)

@@ -135,9 +135,8 @@ class BpeTokenizer(LibraryTokenizer):
         model.train_from_iterator((p for t in texts for p in chunks(t)), trainer)
         if model.get_vocab_size() != vocab_size:
             raise ValueError(
-                f"data.vocab_size={vocab_size}: the training text is enough for a BPE of "
-                f"{model.get_vocab_size()} tokens only; use 257 to {model.get_vocab_size()}, or "
-                "more text"
+                f"data.vocab_size={vocab_size}: the training text is too short; use 257 to "
+                f"{model.get_vocab_size()}, or more text"
             )
         return cls(model.to_str())
 

@@ -165,8 +165,7 @@ def check_head(model: Any) -> None:
     weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
     if weight is None or weight.dim() != 2 or bias is not None:
         raise ValueError(
-            f"{type(model).__name__}: its head is not a single matrix, which a chunked loss "
-            f"needs: {_FIX}"
+            f"{type(model).__name__}: a chunked loss needs a head of a single matrix: {_FIX}"
         )
 
 
@@ -350,10 +349,7 @@ def _adapted(
             without targets logits [batch, length, vocab]. Tokens and targets: int64 [batch,
             length]. `each`, in chunks: every target's own scores, fp32 [2, batch · length]."""
             if longest and tokens.shape[1] > longest:
-                raise ValueError(
-                    f"data.seq_len={tokens.shape[1]}: this model has {longest} positions; use at "
-                    f"most {longest}"
-                )
+                raise ValueError(f"data.seq_len={tokens.shape[1]}: use at most {longest}")
             if targets is None or not chunk:
                 logits = self.all_logits(tokens)
                 if targets is None:
@@ -418,6 +414,5 @@ def _check_dropout(settings: Any) -> None:
     if found:
         off = ", ".join(f"{key}: 0.0" for key in found)
         raise ValueError(
-            f"{settings.model_type} has dropout, which is not repeatable; set "
-            f"model.options={{{off}}}"
+            f"{settings.model_type} has dropout, not repeatable; set model.options={{{off}}}"
         )

@@ -47,8 +47,7 @@ class RandomStart(Start):
             owner._parameters[attribute] = kept
         if bool(value.isnan().any()):
             raise ValueError(
-                f"transformers cannot initialise {name} of {type(self.twin).__name__}: start from "
-                "model.weights=pretrained"
+                f"transformers cannot initialise {name}: start from model.weights=pretrained"
             )
         return value.detach()
 

@@ -99,8 +99,7 @@ def _by_index(folder: Path, index: Path) -> dict[str, Path]:
         listed = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{index} is not a safetensors index ({type(error).__name__}: {error}): download it "
-            "again"
+            f"{index} is not a safetensors index ({type(error).__name__}: {error}): get it again"
         ) from None
     absent = sorted({f for f in listed.values() if not (folder / f).is_file()})
     if absent:

@@ -72,8 +72,7 @@ def _place(config: Config) -> None:
     for path, kind in wrong.items():
         if path.exists() and path.is_dir() != (kind == "folder"):
             raise ValueError(
-                f"run.dir={run}: {path.name} is not a {kind}, which the run needs there; move it "
-                "away, or set another run.dir"
+                f"run.dir={run}: {path.name} is not a {kind}; move it, or set another run.dir"
             )
 
 
@@ -87,9 +86,8 @@ def _start(config: Config) -> None:
             )
         if not (path / "checkpoints").is_dir() and not path.name.startswith("step-"):
             raise ValueError(
-                f"model.start={start} is neither a run's folder with "
-                f"checkpoints{below(path, 'checkpoints')} nor a checkpoint (step-…); set it to "
-                "one of them"
+                f"model.start={start}: set a run's folder with "
+                f"checkpoints{below(path, 'checkpoints')}, or a checkpoint (step-…)"
             )
         if config.model.start_optimizer:
             folder = path if (path / "checkpoints").is_dir() else path.parents[1]

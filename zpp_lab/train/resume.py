@@ -73,9 +73,8 @@ def check_start(start: Path, data: TokenData | PackedData) -> None:
     if recorded["tokenizer"] != data.tokenizer:
         raise ValueError(
             f"model.start={start} was trained with another tokenizer ({recorded['vocab_size']} "
-            f"tokens, here {data.vocab_size}), so its weights do not fit these tokens. Set "
-            "data.tokenizer as in its config.yaml; for a BPE of its own set data.tokenizer=hf "
-            "data.tokenizer_path=RUN_FOLDER"
+            f"tokens, here {data.vocab_size}): set data.tokenizer as in its config.yaml; for a BPE "
+            "of its own data.tokenizer=hf data.tokenizer_path=RUN_FOLDER"
         )
 
 
@@ -85,9 +84,8 @@ def check_reads(run: Path, data: TokenData | PackedData) -> None:
     recorded = _recorded(run)
     if recorded and recorded["tokenizer"] != data.tokenizer:
         raise ValueError(
-            f"{run} was trained with another tokenizer ({recorded['vocab_size']} tokens) than the "
-            f"{data.vocab_size} tokens here, so its weights do not fit these tokens. Evaluate it "
-            "where its corpus is unchanged"
+            f"{run} was trained with another tokenizer ({recorded['vocab_size']} tokens, here "
+            f"{data.vocab_size}): evaluate it where its corpus is unchanged"
         )
 
 
@@ -212,10 +210,9 @@ def _remembered(config: Config, engine: Engine, saved: Saved, begins: bool, rank
     if other is None and (not begins or wires == wanted):  # a wire may have had no gradient yet
         return list(found)
     raise ValueError(
-        f"{saved.path} holds residuals of other encoders than this run's "
-        f"({other or 'other wires'}), from another cluster, recipe or store: residuals cannot be "
-        "resharded. Begin without them (run.memory=drop with run.start_from or "
-        "model.start_optimizer)"
+        f"{saved.path} holds residuals of another cluster, recipe or store "
+        f"({other or 'other wires'}), and residuals cannot be resharded: begin without them "
+        "(run.memory=drop with run.start_from or model.start_optimizer)"
     )
 
 

@@ -50,8 +50,7 @@ def connect(
     needed: Link = "local" if cluster.gpus_per_node > 1 else "world"
     if choice == "peer" and needed in problems:
         raise ValueError(
-            f"engine.transport=peer is not possible: {problems[needed]}; use "
-            "engine.transport=auto or groups"
+            f"engine.transport=peer: {problems[needed]}; use engine.transport=auto or groups"
         )
     if needed in problems:
         return groups

@@ -141,10 +141,7 @@ class _Reading:
         silent = self.made.silent
         for key in ("stage", *_WIRES):
             if self.given.get(_ZERO + key) == AUTO:
-                raise ValueError(
-                    f"{self.path}: {_ZERO}{key}=auto: transformers' Trainer does not fill it in; "
-                    "write its value"
-                )
+                raise ValueError(f"{self.path}: {_ZERO}{key}=auto: write its value")
         stage = self._number(f"{_ZERO}stage", 0)
         weights = self._flag(f"{_ZERO}zero_quantized_weights")
         grads = self._flag(f"{_ZERO}zero_quantized_gradients")

@@ -169,8 +169,7 @@ def check_state(
         if dtype != wanted and there != kind:
             raise ValueError(
                 f"the checkpoint has optimizer states in {there}, this run in {kind}: set "
-                f"train.optimizer_state={there}, or begin a new run from its weights alone "
-                "(model.start=CHECKPOINT)"
+                f"train.optimizer_state={there}, or take its weights alone (model.start=CHECKPOINT)"
             )
 
 

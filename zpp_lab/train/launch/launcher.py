@@ -199,9 +199,8 @@ def _placement(config: Config) -> Placement:
         return place(cluster, visible_gpus(os.environ), share, SHARE)
     raise ValueError(
         f"the cluster has {cluster.world} ranks, but this machine has {torch.cuda.device_count()} "
-        "GPUs: set cluster.nodes and cluster.gpus_per_node to this machine's, start one process "
-        "a GPU with torchrun or srun on every machine, or let several nodes share GPUs with "
-        f"{SHARE}"
+        "GPUs: set cluster.nodes and cluster.gpus_per_node to this machine's, start a process a "
+        f"GPU with torchrun or srun on every machine, or let nodes share GPUs with {SHARE}"
     )
 
 

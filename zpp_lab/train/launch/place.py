@@ -154,8 +154,7 @@ def check_place(environment: Variables, cluster: ClusterConfig) -> None:
     if world != cluster.world:
         raise ValueError(
             f"{world} processes were started, but cluster.nodes={cluster.nodes} × "
-            f"cluster.gpus_per_node={cluster.gpus_per_node} needs {cluster.world}: start that "
-            "many, or change the cluster"
+            f"cluster.gpus_per_node={cluster.gpus_per_node} needs {cluster.world}: change either"
         )
     machines = int(environment.get("GROUP_WORLD_SIZE", "1"))
     if machines == 1:

@@ -516,9 +516,8 @@ def _check_virtual(config: Config) -> None:
     if need > there:
         more = _of_memories(plan_of(config), config.cluster.world)
         raise ValueError(
-            f"the model, its gradients and the optimizer need {need / GIB:.1f} GiB and this "
-            f"machine has {there / GIB:.1f} GiB: use a smaller model, or a machine with a GPU "
-            f"that holds them{more}"
+            f"model, gradients and optimizer need {need / GIB:.1f} GiB and this machine has "
+            f"{there / GIB:.1f} GiB: use a smaller model, or a GPU that holds them{more}"
         )
 
 

@@ -231,9 +231,8 @@ def _kept_trace(key: _Key, vocab: int, shape: tuple[int, int], dtype: torch.dtyp
         raise
     except Exception as error:  # of the model's own code, whatever it does
         raise ValueError(
-            f"{type(model).__name__} cannot be traced on shapes alone, so its activation memory "
-            f"is unknown ({type(error).__name__}: {str(error).splitlines()[0]}); use a model.* "
-            "preset of the same shape"
+            f"{type(model).__name__} cannot be traced on shapes ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}); use a model.* preset of the same shape"
         ) from error
 
 
