@@ -52,14 +52,12 @@ from zpp_lab.train.launch.place import enter, placed
 
 
 def recipe(name: str, *overrides: str) -> RecipeConfig:
-    """Return a recipe of conf/recipe by name, with Hydra overrides such as
-    "recipe.weights.bits=6"."""
+    """Return a recipe of conf/recipe, with overrides such as "recipe.weights.bits=6"."""
     return compose([f"recipe={name}", *overrides]).recipe
 
 
 def init(backend: str | None = None) -> torch.device:
-    """Join the ranks that torchrun or srun started and return this rank's device. ValueError where
-    nobody started any."""
+    """Join the ranks that torchrun or srun started and return this rank's device."""
     if not (dist.is_initialized() or placed(os.environ)):
         raise ValueError(
             "zpp_lab.init joins ranks that are running already: start the script with torchrun "
@@ -99,8 +97,7 @@ class Sharded:
         return total
 
     def step(self) -> None:
-        """Tell the loop that an optimizer outside of torch has updated the weights; torch's tell it
-        themselves."""
+        """Tell the loop that an optimizer outside of torch has updated the weights."""
         self.loop.updated()
 
     def reset_bytes(self) -> None:
@@ -122,9 +119,8 @@ class Sharded:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, besides the model's and the optimizer's, the step, residuals and node-replicated
-        weights, so that training resumes with the same bits. torch.distributed.checkpoint takes
-        this object."""
+        """Return the step, residuals and node-replicated weights, so that training resumes with the
+        same bits. torch.distributed.checkpoint takes this object."""
         return self.loop.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -313,8 +309,7 @@ def _named(model: nn.Module, units: Sequence[nn.Module] | None) -> list[Block]:
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:
-    """Return every module of a class that a list has more than once; of nested lists the outer
-    one's."""
+    """Return every module of a class that a list has more than once, outer lists first."""
     found: list[nn.Module] = []
     kinds = Counter(type(m) for m in module.children() if any(True for _ in m.parameters()))
     for child in module.children():

@@ -111,8 +111,7 @@ def _lives(pid: int) -> bool:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read the mapping in a YAML file of ours. FileNotFoundError, or ValueError that names a
-    damaged file and the fix."""
+    """Read the mapping in a YAML file of ours. FileNotFoundError, or ValueError if damaged."""
     found = parse_yaml(path)
     if not isinstance(found, dict):
         raise damaged(path, "no mapping")
@@ -120,8 +119,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path, fix: str = RESTORE) -> str:
-    """Read a file's text. OSError, or ValueError that names the file and `fix` where it is not
-    text."""
+    """Read a file's text. OSError, or ValueError that ends with `fix` where it is not text."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -197,8 +195,7 @@ def need_space(folder: Path, nbytes: int) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether the disk, or the user's share of it, was full, or a file at its limit (ulimit
-    -f)."""
+    """Return whether the disk or its quota was full, or a file at its limit (ulimit -f)."""
     return isinstance(error, OSError) and error.errno in FULL
 
 
@@ -297,8 +294,7 @@ def cuda_dir() -> Path:
 
 
 def looks_like_folder(text: str) -> bool:
-    """Return whether `text` means a path of this machine, not a name on the Hugging Face Hub, which
-    is NAME or OWNER/NAME."""
+    """Return whether `text` is a path here, not a name on the Hugging Face Hub ([OWNER/]NAME)."""
     begins = text in (".", "..") or text.startswith(("/", "./", "../", "~"))
     if begins or text.endswith("/") or text.count("/") > 1:
         return True
@@ -344,8 +340,7 @@ def missing(path: Path, what: str = "folder") -> str:
 
 
 def check_name(name: str) -> None:
-    """ValueError when a study's, arm's, run's or recipe's name cannot be that of a folder just
-    below the one for it."""
+    """ValueError when the name of a study, arm, run or recipe cannot be a folder's."""
     if not _FOLDER_NAME.fullmatch(name):
         raise ValueError(
             "its name becomes a folder's name; use letters, digits and _ . , + = -, no dot first"
@@ -367,8 +362,7 @@ def below(folder: Path, mark: str) -> str:
 
 
 def hold(folder: Path) -> IO[str]:
-    """Lock `folder` until the returned file is closed, waiting for another process, after a line
-    that says so."""
+    """Lock `folder` until the returned file is closed, waiting for another process."""
     file = open(folder / LOCK, "w")  # noqa: SIM115
     if not _taken_within(file, _GLANCE):
         note = f"{folder}: another process is working here; this one starts when it has ended"
@@ -379,9 +373,8 @@ def hold(folder: Path) -> IO[str]:
 
 @contextmanager
 def _alone(folder: Path, otherwise: str, patience: float = 0.0) -> Iterator[None]:
-    """Hold `folder`, created where it is missing. A mistake that ends the body removes it again as
-    long as it holds nothing but the mistake. ValueError, `otherwise`, when another process keeps
-    it."""
+    """Hold `folder`, created where it is missing. A mistake that ends the body removes it again if
+    it holds nothing else. ValueError, `otherwise`, when another process keeps it."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK, "w") as file:
@@ -442,8 +435,7 @@ def at_work(folder: Path, patience: float = 0.0, more: str = "") -> AbstractCont
 
 
 def only_one(root: Path) -> AbstractContextManager[None]:
-    """Hold a study's folder, so that two calls never run the same runs at the same time; created
-    and removed as in `at_work`."""
+    """Hold a study's folder, so that no run starts twice; created and removed as in `at_work`."""
     otherwise = "a study is running here already; watch it with --watch, wait for it or stop it"
     return _alone(root, otherwise)
 
@@ -459,8 +451,7 @@ def held(folder: Path) -> bool:
 
 
 def asked_offline() -> bool:
-    """Return whether the user wants no network: the libraries then answer from their cache, at
-    once."""
+    """Return whether the user wants no network: the libraries then use their cache."""
     return any(os.environ.get(n, "").upper() in ("1", "ON", "YES", "TRUE") for n in _OFFLINE)
 
 
@@ -469,8 +460,7 @@ def endpoint() -> str:
 
 
 def reachable(seconds: float = SECONDS) -> bool:
-    """Return whether a connection to the Hub, or to the proxy in front of it, opens within
-    `seconds`."""
+    """Return whether the Hub, or the proxy in front of it, answers within `seconds`."""
     if asked_offline():
         return False
     answers: list[bool] = []

@@ -89,8 +89,7 @@ class Codec(Protocol):
         raise NotImplementedError
 
     def decode_sum(self, payload: Tensor, numel: int, *, rotated: bool = False) -> Tensor:
-        """Decode uint8 [K, R, nbytes(numel)] and return 0 + row 0 + row 1 + ..., in this order,
-        fp32 [R, numel]."""
+        """Decode uint8 [K, R, nbytes(numel)] to 0 + row 0 + row 1 + ..., fp32 [R, numel]."""
         assert not rotated, f"{type(self).__name__} has no rotation"
         total = torch.zeros(payload.shape[1], numel, device=payload.device)
         for row in payload:

@@ -119,8 +119,7 @@ class ErrorSums:
     sums: dict[Column, dict[int, Tensor]] = field(default_factory=dict)
 
     def add(self, column: Column, rank: int, sums: Tensor) -> None:
-        """Add fp64 [9] over all rows that `rank` encoded. A repeated identical transfer counts
-        once."""
+        """Add fp64 [9] over all rows of `rank`. A repeated identical transfer counts once."""
         self.sums.setdefault(column, {}).setdefault(rank, sums)
 
     def drop(self, unused: Set[tuple[Wire, str]]) -> None:
@@ -128,8 +127,7 @@ class ErrorSums:
         self.sums = {c: of for c, of in self.sums.items() if (c.wire, c.name) not in unused}
 
     def by_rank(self) -> tuple[list[Column], Tensor | None]:
-        """Return the columns in order and their sums, fp64 [ranks, columns, 9]; ([], None) without
-        any."""
+        """Return the columns in order and their sums, fp64 [ranks, columns, 9], or None."""
         columns = sorted(self.sums)
         if not columns:
             return [], None

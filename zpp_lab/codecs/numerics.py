@@ -27,8 +27,7 @@ def fold_sum(x: Tensor) -> Tensor:
 
 
 def _folded(x: Tensor, stop: int) -> Tensor:
-    """Fold [..., n] as `fold_sum` does until `stop` or fewer are left: [..., m]. Sums replace the
-    first halves in x."""
+    """Fold [..., n] as `fold_sum` does to `stop` or fewer, [..., m]. Overwrites halves of x."""
     n = x.shape[-1]
     while n > stop:
         half = (n + 1) // 2

@@ -44,8 +44,7 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
 
 
 def unpack(data: Tensor, numel: int, bits: int) -> Tensor:
-    """Unpack uint8 [R, packed_bytes(numel, bits)] into codes [R, numel], uint8 or, above 8 bits,
-    int32."""
+    """Unpack uint8 [R, packed_bytes(numel, bits)] into codes [R, numel], uint8 or int32."""
     codes, start, shift = None, 0, 0
     for width in planes(bits):
         end = start + plane_bytes(numel, width)

@@ -99,8 +99,7 @@ def _check_settings(name: str, factory: Callable[..., Codec], settings: dict[str
 
 
 def _checked(name: str, codec: Any, again: Any) -> Codec:
-    """Return `codec` if it follows the protocol; ValueError before the run for another package's
-    faults."""
+    """Return `codec`; ValueError before the run for another package's faults."""
     kind = type(codec).__name__
     if not isinstance(codec, Codec):
         raise ValueError(

@@ -195,8 +195,7 @@ def check_normal(bits: int, symmetric: bool, rounding: str) -> None:
 
 
 def check_topk(keep: int, block_size: int, bits: int | None) -> None:
-    """ValueError for settings that `topk` does not have. `bits`: of its values; None:
-    uncompressed."""
+    """ValueError for settings that `topk` does not have. `bits`: of its values."""
     need(
         block_size in CHUNK_SIZES,
         f"codec=topk, block_size={block_size}: use a power of two, {CHUNK_SIZES}",

@@ -103,8 +103,7 @@ def bare_model(overrides: Sequence[str]) -> str:
 
 
 def compose(overrides: list[str]) -> Config:
-    """Compose the run that `zpp-lab train <overrides>` would do; ValueError lists the valid
-    names."""
+    """Compose the run of `zpp-lab train <overrides>`; ValueError lists the valid names."""
     overrides = [readable(override) for override in overrides]
     for override in overrides:
         if override.startswith(("hydra.", "hydra/", "+hydra.", "+hydra/")):
@@ -146,8 +145,7 @@ def _composed(overrides: list[str]) -> DictConfig:
 
 def own_files() -> list[str]:
     """Return the override by which Hydra reads the user's folder as well (`conf_dirs`). ValueError
-    where --config-dir names none, or one with a file that conf/ has, which Hydra would read
-    instead."""
+    where --config-dir names none, or one with a file that conf/ has too."""
     named = bool(os.environ.get(OWN_CONF))
     for folder in conf_dirs()[1:]:
         if not folder.is_dir():
@@ -169,9 +167,9 @@ _files = lru_cache(maxsize=64)(_by_hydra)
 
 
 def _check_heeded(composed: DictConfig, overrides: Sequence[str]) -> None:
-    """ValueError for a setting without effect: of another engine or model, or a beta2 next to its
-    half-life. Behind ++ a setting of another engine is accepted, so that several engines can be
-    given the same overrides."""
+    """ValueError for a setting without effect: of another engine or model, or a beta2 next to
+    its half-life. Behind ++ one of another engine passes: several engines may get the same
+    overrides."""
     given = {override.partition("=")[0] for override in overrides}
     for name in sorted(name[1:] for name in given if re.fullmatch(r"~\w+", name)):
         if name in {field.name for field in fields(Config)}:
@@ -488,8 +486,7 @@ def _inherited(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _by_name(path: Path, arms: Any) -> dict[str, list[Any]]:
-    """Group arms by name; grids go by the name that they give their arms, which several may
-    share."""
+    """Group arms by name; grids go by the name that they give their arms."""
     if not isinstance(arms, list) or not all(isinstance(a, dict) and "name" in a for a in arms):
         raise ValueError(f"{path}: arms: use a list of mappings, each with a name")
     named: dict[str, list[Any]] = {}
@@ -499,8 +496,7 @@ def _by_name(path: Path, arms: Any) -> dict[str, list[Any]]:
 
 
 def run_dir(config: Config) -> Path:
-    """Return `run.dir`, or runs/<recipe>/seed<seed>; ValueError when no folder can have that
-    name."""
+    """Return `run.dir`, or runs/<recipe>/seed<seed>; ValueError for no folder's name."""
     if config.run.dir:
         return Path(config.run.dir)
     check_recipe_name(config.recipe.name)
@@ -521,8 +517,7 @@ def has_ended(config: Config) -> bool:
 
 
 def check_same_run(config: Config, folder: Path) -> None:
-    """ValueError when `folder` holds a run with other settings, which it names, or one that has
-    lost its own."""
+    """ValueError when `folder` holds a run with other settings, or none of its own any more."""
     path = folder / "config.yaml"
     if not path.is_file():
         left = [name for name in ("summary.json", "metrics.jsonl") if (folder / name).exists()]

@@ -48,9 +48,9 @@ _BEGINS = ("run.start_from", "run.memory")
 
 
 def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
-    """Return every setting of `config` by its dotted name. A setting that a stored mapping lacks
-    has today's default, which is how it behaved before there was a choice; a removed one without
-    effect is left out."""
+    """Return every setting of `config` by its dotted name. One that a stored mapping lacks has
+    today's default, which is how runs were before the choice; a removed one without effect is left
+    out."""
     if isinstance(config, Config):
         return _completed(flatten(asdict(config)), "recipe.")
     stored = {k: v for k, v in flatten(_settings(config)).items() if not outdated(k, v)}
@@ -76,8 +76,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _completed(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a recipe's settings, flat or nested, where a rule for all former wires is one for all
-    wires."""
+    """Return a recipe's settings, flat or nested; a rule for all former wires is for all."""
     fifth = f"{prefix}sharding.weights" in flatten(dict(recipe))
     every = [EVERY_WIRE] if fifth else [EVERY_WIRE, _FOUR]
     names = [name for key in _RULED if recipe.get(name := prefix + key)]
@@ -94,8 +93,7 @@ def with_wires(value: Any, every: Sequence[Any], now: Any) -> Any:
 
 def every_setting(config: Config) -> dict[str, Any]:
     """Return a run's settings, and under `wires` what each wire carries in the end, short-hands,
-    rules and defaults resolved: phase by phase where there are several. A record; nothing reads
-    it."""
+    rules and defaults resolved, by phase. A record; nothing reads it."""
     phases = [(phase.first, phase.config.recipe) for phase in config.phases]
     wires = {
         (f"after {first}" if first else ""): {w: _on_wire(recipe, w) for w in recipe.wires}
@@ -157,8 +155,7 @@ def _sent(recipe: RecipeConfig, wire: Wire) -> list[dict[str, Any]]:
 
 
 def quantizes(flat: Mapping[str, Any]) -> bool:
-    """Return whether a run's settings (`flat_config`) put a codec on a wire, also by a rule or in a
-    phase."""
+    """Return whether a run's settings (`flat_config`) put a codec on any wire."""
     of_wires = (v for k, v in flat.items() if k.startswith("recipe.") and k.endswith(_CODEC))
     return bool(flat.get("recipe.rules") or flat.get("recipe.phases")) or any(
         value is not None for value in of_wires
@@ -265,8 +262,7 @@ def within(most: int, text: str) -> str:
 
 def heeded(config: Config | Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's settings with unused codec settings at their defaults, such as a block without
-    bits. So a sweep over bits that include null and over blocks has one baseline, not one for each
-    block."""
+    bits: a sweep over bits that include null and over blocks then has one baseline."""
     flat = flat_config(config)
     if quantizes(flat):
         return flat

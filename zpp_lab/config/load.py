@@ -22,8 +22,8 @@ T = typing.TypeVar("T")
 
 @dataclass(frozen=True)
 class Removed:
-    """A setting of former versions. kept: values that had no effect, which files of then may still
-    hold; None: all."""
+    """A setting of former versions. kept: values without effect, which files may hold; None:
+    all."""
 
     when: str
     instead: str
@@ -170,8 +170,7 @@ def _expected(error: Any) -> str:
 
 
 def unknown_key(cls: type, place: str, groups: Iterable[str] = ()) -> str:
-    """Build the message for a dotted key that `cls` does not have. groups: names valid at the top
-    level without being settings."""
+    """Build the message for an unknown dotted key. groups: names valid at the top level too."""
     if gone := REMOVED.get(place):
         return f"{place} was removed in {gone.when}; {gone.instead}"
     *parents, key = place.split(".")
@@ -187,8 +186,8 @@ def unknown_key(cls: type, place: str, groups: Iterable[str] = ()) -> str:
 def _meant(cls: type, place: str, key: str, valid: Sequence[str]) -> list[str]:
     """Guess what the unknown `place` stands for, the likeliest first: the name that other programs
     use, a setting of another group with the same last name or a part of it (lora_rank, dtype,
-    grad_clip), or one with a similar name. key: the first part of `place` that is unknown; `valid`:
-    the names that stand there."""
+    grad_clip), or a similar name. key: the first unknown part of `place`; `valid`: the names
+    there."""
     last, settings = place.rpartition(".")[2], _settings(cls)
     usual = {name: names for name, names in ELSEWHERE.items() if set(names) <= set(settings)}
     for name in dict.fromkeys((last, key)):
@@ -228,8 +227,7 @@ def _settings(cls: type, prefix: str = "") -> list[str]:
 
 
 def valid_names(cls: Any, path: list[str]) -> list[str]:
-    """Return the field names of the dataclass below `cls` along `path` (list indices are
-    skipped)."""
+    """Return the field names below `cls` along `path` (list indices are skipped)."""
     cls = _dataclass_in(_hint(cls, path))
     return [f.name for f in fields(cls)] if is_dataclass(cls) else []
 

@@ -14,8 +14,7 @@ _MINUS = re.compile(r"-[\d.]")  # begins a value, no option
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, raising ValueError in place of usage and exit. `type=int` and `type=float`
-    take finite numbers alone."""
+    """argparse's parser, raising ValueError; `type=int` and `type=float` take finite numbers."""
 
     def __init__(self, *args: object, **settings: object) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -44,8 +43,7 @@ def whole(least: int | None = None) -> Callable[[str], int]:
 
 
 def number(above: float | None = None, least: float | None = None) -> Callable[[str], float]:
-    """Return the `type` of an option that takes finite numbers, more than `above`, or `least` or
-    more."""
+    """Return the `type` of an option for finite numbers, more than `above`, `least` or more."""
 
     def read(text: str) -> float:
         try:
@@ -66,8 +64,7 @@ def number(above: float | None = None, least: float | None = None) -> Callable[[
 def listed(
     one: Callable[[str], object], known: Collection[object] = ()
 ) -> Callable[[str], list[Any]]:
-    """Return the `type` of an option that takes several values by commas; `known`: the only valid
-    ones."""
+    """Return the `type` of an option of several values by commas, among `known` if given."""
 
     def read(text: str) -> list[Any]:
         values = [one(word.strip()) for word in text.split(",")]
@@ -103,8 +100,7 @@ def new_file(text: str) -> Path:
 
 
 def links(text: str) -> list[float | None]:
-    """Parse `12,25,max` as Gbit/s of a node; max, without a limit, is None. ValueError
-    otherwise."""
+    """Parse `12,25,max` as Gbit/s of a node; max, without a limit, is None."""
     found: list[float | None] = []
     for word in text.split(","):
         try:

@@ -92,8 +92,7 @@ class OpsConfig:
 
 
 def heldout_notes(tokens: int, eval_tokens: int) -> tuple[str, ...]:
-    """Return warnings about losses over so few held-out tokens, of at most `eval_tokens`; none
-    where they are enough."""
+    """Return warnings about losses over so few held-out tokens, of at most `eval_tokens`."""
     if tokens >= FEW_HELDOUT:
         return ()
     least = tokens < LEAST_HELDOUT
@@ -310,8 +309,7 @@ class Config:
         )
 
     def at(self, done: int) -> Config:
-        """Return the settings under which the next step runs after `done` steps; after the last
-        step those of the last one."""
+        """Return the settings of the step after `done` steps; at the end those of the last one."""
         return next(p.config for p in reversed(self.phases) if p.first <= done)
 
     @property

@@ -51,8 +51,7 @@ class ArmConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class PrepareConfig:
-    """A run before the arms of a study, which start from its weights. It takes the study's own
-    overrides and then these."""
+    """A run before a study's arms, which start from its weights. `overrides` follow the study's."""
 
     name: str
     overrides: list[str] = field(default_factory=list)
@@ -138,8 +137,7 @@ class StudyConfig:
         return self.branch.overrides if self.branch else []
 
     def members(self, composite: CompositeConfig) -> tuple[list[ArmConfig], list[ArmConfig]]:
-        """Return the arms of a composite and those of its `minus`, each once, in the study's
-        order."""
+        """Return the arms of a composite and those of its `minus`, in the study's order."""
 
         def named(patterns: list[str]) -> list[ArmConfig]:
             return [arm for arm in self.arms if any(self._names(p, arm) for p in patterns)]

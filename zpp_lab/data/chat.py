@@ -116,8 +116,7 @@ def _filled(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template. `file`: the tokenizer.json; `source`: Jinja, None where the tokenizer has
-    none."""
+    """A chat template. `file`: the tokenizer.json; `source`: Jinja, None without one."""
 
     file: Path
     source: str | None
@@ -125,8 +124,7 @@ class ChatTemplate:
     def tokens(
         self, turns: Sequence[Turn], tools: list[Any] | None = None
     ) -> tuple[list[int], list[bool]]:
-        """Return (tokens, whether the loss counts each). ValueError for what the template
-        refuses."""
+        """Return (tokens, whether the loss counts each); ValueError for refused turns."""
         on = [counts(turn) for turn in turns]
         if self._marks:
             whole, marks = self._marked(turns, tools)
@@ -232,8 +230,8 @@ class ChatTemplate:
     def _switched(
         self, turns: Sequence[Turn], tools: list[Any] | None, marks: list[bool], on: list[bool]
     ) -> list[bool]:
-        """Return `marks` without those of turns that are off. The marked spans that a turn adds to
-        those before it are its own."""
+        """Return `marks` without those of turns that are off. The spans that a turn adds are its
+        own."""
         stretches = _stretches(marks)
         before, own = 0, list(marks)
         for i in self._answers(turns):

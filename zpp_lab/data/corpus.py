@@ -34,8 +34,7 @@ class Corpus(Protocol):
         """Return JSON-able values; equal identities mean the same documents."""
 
     def documents(self) -> Iterator[tuple[str, bytes]]:
-        """Yield (name, text), never empty, free of zero bytes. ValueError when one cannot be
-        read."""
+        """Yield (name, text), never empty, free of zero bytes; ValueError if unreadable."""
 
 
 @dataclass(frozen=True)

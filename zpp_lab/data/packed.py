@@ -30,8 +30,8 @@ IGNORED = -100  # a target that the loss does not count
 @dataclass(frozen=True)
 class Fit:
     """Records that fit a sequence. records: int64 [n], places in the split; starts, stops: int64
-    [n], the used part of each among the split's tokens; counted: int64 [n], its completion's
-    tokens."""
+    [n], the used part of each among the split's tokens; counted: int64 [n], tokens of
+    completions."""
 
     records: np.ndarray
     starts: np.ndarray
@@ -105,8 +105,7 @@ class Sequences:
         return len(self.counted)
 
     def row(self, place: int, seq_len: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (inputs, targets, record of each counted target): int64 [seq_len], [seq_len],
-        [c]."""
+        """Return inputs, targets, both int64 [seq_len], and each counted target's record."""
         inputs = np.full(seq_len, end, np.int64)
         targets = np.full(seq_len, IGNORED, np.int64)
         records = np.full(seq_len, -1, np.int64)
@@ -164,8 +163,7 @@ class PackedData:
         self, seed: int, step: int, world: int, micros: int, batch_size: int, seq_len: int
     ) -> Callable[[int, int], Batch]:
         """Return (rank, micro-step) → inputs, targets int64 [batch_size, seq_len] and the share,
-        int64 [2]: `world` · `micros` over the counted targets of the whole step. See
-        models/loss.py."""
+        int64 [2]: `world` · `micros` over the counted targets of the whole step."""
         turns = self.turns(seed, step, world, micros, batch_size, seq_len)
         share = torch.tensor([world * micros, int(self.train.counted[turns].sum())])
         return lambda rank, micro: (*self._batch(self.train, turns[rank, micro]), share)

@@ -114,8 +114,7 @@ def _read_meta(folder: Path) -> dict[str, Any] | None:
 
 
 def _checksum(path: Path) -> str:
-    """Return sha256 over the size and up to 64 evenly spread MiB, so that huge files open
-    quickly."""
+    """Return sha256 over the size and up to 64 evenly spread MiB: huge files open quickly."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with open(path, "rb") as stream:

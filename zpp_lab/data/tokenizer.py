@@ -41,8 +41,7 @@ class Tokenizer(Protocol):
         """Encode each text, on as many cores as there are."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, end markers included; bytes that are not UTF-8 are
-        replaced."""
+        """Return the text of tokens, end markers included; invalid UTF-8 is replaced."""
 
     def dumps(self) -> str:
         """Return everything that decides how text is encoded, as text."""
@@ -268,8 +267,7 @@ def open_outside(cfg: DataConfig) -> OutsideTokenizer:
 
 
 def definition_file(path: Path) -> Path:
-    """Return the tokenizer.json that `path`, a file or a folder, means. ValueError when there is
-    none."""
+    """Return the tokenizer.json at `path`, a file or a folder; ValueError without one."""
     file = path.expanduser()
     file = file / _FILE if file.is_dir() else file
     if not file.is_file():

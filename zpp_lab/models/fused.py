@@ -58,8 +58,7 @@ def rotated(x: Tensor, table: Tensor) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) · up of one shape and dtype, which `serves`, with silu(gate) rounded to
-    it."""
+    """Return silu(gate) · up, which `serves`, with silu(gate) rounded to their dtype."""
     assert serves(up), "its gate is served, and it lies elsewhere"
     assert (up.shape, up.dtype) == (gate.shape, gate.dtype), "unlike its gate"
     if not torch.is_grad_enabled():

@@ -97,8 +97,7 @@ def _say_unknown(kind: str, error: Exception) -> None:
 
 
 def _tokens(settings: Any) -> tuple[Tensor, Tensor]:
-    """Return two rows of tokens, int64 [1, n], that differ in the last one; none has a special
-    meaning."""
+    """Return two rows of ordinary tokens, int64 [1, n], that differ in the last one."""
     text = settings.get_text_config()
     special = {v for k, v in text.to_dict().items() if k.endswith("token_id") and type(v) is int}
     plain = [i for i in range(min(text.vocab_size, 4 * _TOKENS)) if i not in special]
@@ -170,9 +169,8 @@ def check_head(model: Any) -> None:
 
 
 def head_inputs(model: Any, logits: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """Run the model by logits() and return what its head multiplies: hidden states
-    [batch · length, dim] and weight [vocab, dim]. ValueError when the model changes its logits
-    after the head."""
+    """Run the model by logits() and return what its head multiplies: hidden states [batch · length,
+    dim] and weight [vocab, dim]. ValueError when it changes logits after the head."""
     head = model.get_output_embeddings()
     hidden = _before(head, logits, type(model).__name__)
     return hidden.flatten(0, 1), head.weight
@@ -218,8 +216,7 @@ def build_hf(cfg: ModelConfig, vocab_size: int) -> nn.Module:
 
 
 def read_config(cfg: ModelConfig) -> Any:
-    """Read the transformers config of `model.path`, or of `model.options.model_type`, with
-    options."""
+    """Read the transformers config of `model.path` or `model.options.model_type`."""
     check_model_path(cfg)
     library, options = _transformers(), dict(cfg.options or {})
     if cfg.path is None:

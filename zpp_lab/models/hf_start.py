@@ -52,8 +52,7 @@ class RandomStart(Start):
         return value.detach()
 
     def _around(self, path: str) -> list[tuple[nn.Module, Any]]:
-        """Return the module at `path` and those around it, each with the rule of its nearest
-        model."""
+        """Return the module at `path` and those around it, each with its model's rule."""
         parts = path.split(".") if path else []
         chain: list[nn.Module] = [self.twin]
         for part in parts:
@@ -91,8 +90,7 @@ class SavedStart(Start):
         return self.stored.whole(self.names[name][0])
 
     def _match(self, twin: nn.Module) -> dict[str, list[str]]:
-        """Map each parameter's and saved buffer's name to its names in the files (two when
-        tied)."""
+        """Map each parameter's and buffer's name to its names in the files (two when tied)."""
         wanted = _aliases(twin)
         saved = _in_model(self.stored.files, twin, wanted)
         found: dict[str, list[str]] = defaultdict(list)

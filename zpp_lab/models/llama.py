@@ -109,8 +109,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _Unneeded(torch.autograd.Function):
-    """`F.linear(x, weight)` whose value nobody reads: its backward alone, by autograd's own
-    calls."""
+    """`F.linear(x, weight)` whose value nobody reads: its backward alone, by autograd's calls."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

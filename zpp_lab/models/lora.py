@@ -116,8 +116,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Return whether it is GPT-2's linear layer in transformers, which holds its weight as [in,
-    out]."""
+    """Return whether it is transformers' Conv1D (GPT-2), which holds its weight as [in, out]."""
     return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) and hasattr(module, "nf")
 
 
@@ -137,8 +136,7 @@ def _adapt(name: str, module: Any, cfg: LoraConfig) -> None:
 
 
 def _adapted(kind: Any) -> Any:
-    """Return `kind` with adapters in its forward; one class for all its layers, as compilers
-    need."""
+    """Return `kind` with adapters in its forward; one class for all its layers."""
     if kind in _KINDS:
         return _KINDS[kind]
 

@@ -98,8 +98,7 @@ def counted(targets: Tensor) -> int:
 
 
 def mean_loss(losses: Tensor) -> float:
-    """Return the mean of fp32 token losses [N], in nats: the exact sum rounded to fp64, divided by
-    N."""
+    """Return the mean of fp32 token losses [N], in nats: the exact sum in fp64 over N."""
     return total_loss(losses) / losses.numel()
 
 
@@ -193,8 +192,8 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
 def _logit_grads(
     hidden: Tensor, head: Tensor, targets: Tensor, grad: Tensor, z_loss: float
 ) -> Tensor:
-    """Return ((1 + 2 · z_loss · logsumexp) · softmax - one-hot of the target) · grad, in the head's
-    dtype [C, vocab]."""
+    """Return ((1 + 2 · z_loss · logsumexp) · softmax - one-hot of the target) · grad, [C,
+    vocab]."""
     grad = grad.masked_fill(targets == IGNORED, 0.0)
     logits = F.linear(hidden, head)
     made = torch.softmax(logits, -1, dtype=torch.float32)

@@ -42,8 +42,7 @@ def param_class(name: str) -> ParamClass:
 
 
 def feeds_residual(name: str) -> bool:
-    """Return whether the output of the parameter called `name` is added to the residual stream.
-    Experts that lie in one parameter have their projection's name themselves
-    ("mlp.experts.down_proj")."""
+    """Return whether the output of the parameter `name` is added to the residual stream. Experts in
+    one parameter have their projection's name themselves ("mlp.experts.down_proj")."""
     *_, parent, module, own = ["", "", *name.split(".")]
     return bool(_RESIDUAL & {module, own}) or (module == "dense" and parent in _ATTENTION)

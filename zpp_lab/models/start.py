@@ -83,8 +83,7 @@ def differences(wanted: Shapes, found: Shapes) -> str:
 
 
 def _listed(folder: Path) -> dict[str, Path]:
-    """Map each tensor's name to its file. Every file's header is read: a download that was cut is
-    found here."""
+    """Map each tensor's name to its file. Reads every header, to find incomplete downloads."""
     if not folder.is_dir():
         raise ValueError(
             f"model.weights=pretrained: model.path={folder} is not a folder: download the model "
@@ -203,8 +202,8 @@ def fill(
     local: Callable[[Tensor], Tensor],
     skip: Set[str] = frozenset(),
 ) -> None:
-    """Fill each parameter's local tensor with the rows that `rows` picks of its whole shape; names
-    in `skip` are left out."""
+    """Fill each parameter's local tensor, but those in `skip`, with its `rows` of the whole
+    shape."""
     for name, p in model.named_parameters():
         if name in skip:
             continue

@@ -61,8 +61,7 @@ class Heldout:
         return {"heldout_correct": right, "heldout_accuracy": right / scores.shape[1]}
 
     def per_byte(self, scores: Tensor) -> dict[str, Any]:
-        """Return the bytes of text, and the loss in bits a byte; {} where the bytes are unknown, or
-        none."""
+        """Return the bytes of text, and the loss in bits a byte; {} where unknown."""
         count = 0 if self.bytes is None else int(self.bytes.sum())
         if not count:
             return {}

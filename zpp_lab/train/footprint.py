@@ -62,8 +62,7 @@ class StartUp:
 
     @classmethod
     def of_process(cls, launcher: int | None = None) -> StartUp:
-        """Begin at this process's own start, or that of the process `launcher`, where the system
-        knows them (Linux)."""
+        """Begin at the start of this process, or of the process `launcher`, where known."""
         start, own = cls(), _age(os.getpid())
         if own is None:
             return start
@@ -130,8 +129,7 @@ def retries(device: torch.device) -> int:
 
 
 def crowded(found: list[int], steps: int) -> str | None:
-    """Return a warning for so many retries of each rank in `steps` steps; None for few, which every
-    start has."""
+    """Return a warning for many retries of each rank in `steps` steps; None for few."""
     most = max(found, default=0)
     if most < max(2, steps / 10):
         return None
@@ -144,8 +142,7 @@ def crowded(found: list[int], steps: int) -> str | None:
 
 
 def of_ranks(own: Any) -> list[Any]:
-    """Return `own` of every rank of the default process group, which all must call; or of this
-    process."""
+    """Return `own` of every rank of the process group, which all must call; or of this one."""
     if not dist.is_initialized():
         return [own]
     every: list[Any] = [None] * dist.get_world_size()

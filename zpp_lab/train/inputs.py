@@ -47,8 +47,7 @@ _CHECKPOINT = "use a run's RUN/checkpoints/step-…"
 
 
 def check_inputs(config: Config) -> None:
-    """ValueError that lists every setting whose file or folder is missing, and what to do; and a
-    ZPP_COMMIT that is no commit."""
+    """ValueError that lists every setting whose file or folder is missing, and a bad ZPP_COMMIT."""
     checks: list[Callable[[], object]] = [
         partial(check_model_path, config.model),
         *(partial(check, config) for check in (_place, _start, _data)),
@@ -198,8 +197,7 @@ def check_recipe(config: Config) -> None:
 
 def planned(config: Config) -> list[tuple[int, Plan]] | None:
     """Return steps and plan of each of the run's phases, None where nothing could be wrong.
-    ValueError where the model gets less than the recipe asks for (`Plan.build`), or cannot be
-    trained (`build_model`)."""
+    ValueError where the model gets less than the recipe asks for, or cannot be trained."""
     if _plain(config):
         return None
     from zpp_lab.engines.build import plans_of

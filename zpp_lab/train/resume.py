@@ -47,8 +47,7 @@ def note_data(folder: Path, cfg: DataConfig, data: TokenData | PackedData) -> No
 
 
 def check_same_data(folder: Path, data: TokenData | PackedData, resumed: bool) -> None:
-    """ValueError when the run in `folder` had other tokens before: a corpus changes with the
-    machine it is read from."""
+    """ValueError when the run in `folder` had other tokens before, as on another machine."""
     path = folder / FILE
     if not resumed or not path.is_file():
         return
@@ -102,8 +101,7 @@ def warn_of_change(run: Path, data: TokenData | PackedData) -> None:
 
 
 def vocab_size(run: Path) -> int | None:
-    """Return how many tokens the tokenizer of the run in `run` has; None where that is not
-    recorded."""
+    """Return how many tokens the tokenizer of the run in `run` has; None: not recorded."""
     return _recorded(run).get("vocab_size")
 
 

@@ -48,8 +48,7 @@ def peak_flops(gpu: str) -> float | None:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of a unit's blocks, or of the head, on one rank and micro-step. `backward` has no
-    recomputation in it."""
+    """FLOPs of a unit's blocks, or of the head, on one rank and micro-step."""
 
     forward: float
     backward: float
@@ -57,8 +56,8 @@ class Work:
 
 
 def block_work(unit: UnitPlan, config: Config) -> Work:
-    """Count the FLOPs of a unit of decoder blocks. Frozen weights need no gradients of their own,
-    inputs always do."""
+    """Count the FLOPs of a unit of decoder blocks. Frozen weights need no gradients of their
+    own."""
     tokens = config.train.batch_size * config.data.seq_len
     matrices = [p for p in unit.unit.parameters if len(p.shape) > 1]
     every = sum(p.numel for p in matrices)
@@ -70,8 +69,7 @@ def block_work(unit: UnitPlan, config: Config) -> Work:
 
 
 def head_work(root: UnitPlan, config: Config, vocab: int) -> Work:
-    """Count the FLOPs of the last product. With model.loss_chunk, or a z-loss, backward computes
-    its logits again."""
+    """Count the FLOPs of the last product. In chunks backward computes its logits again."""
     tokens = config.train.batch_size * config.data.seq_len
     forward = 2.0 * vocab * config.model.dim * tokens
     head = "embed.weight" if config.model.tied_head else "head.weight"
@@ -80,8 +78,7 @@ def head_work(root: UnitPlan, config: Config, vocab: int) -> Work:
 
 
 def step_flops(plan: Plan, config: Config, vocab: int) -> float | None:
-    """Count the FLOPs of all ranks for one step without recomputation; None for a model without a
-    formula."""
+    """Count the FLOPs of all ranks for one step without recomputation; None: no formula."""
     if config.model.name != "llama":
         return None
     *blocks, root = plan.units
@@ -112,8 +109,7 @@ class Meter:
         }
 
     def timed(self, batches: Batches, begun: Callable[[int], None]) -> Batches:
-        """Return the same batches, adding up the seconds that they take for `step`. `begun` gets
-        how many have come."""
+        """Return the same batches, adding up their seconds. `begun` gets how many have come."""
         self.data, count = 0.0, 0
 
         def batch(rank: int, micro: int) -> Batch:
@@ -127,8 +123,7 @@ class Meter:
         return batch
 
     def step(self, seconds: float, parts: dict[str, float]) -> Record:
-        """Return the figures of the step that has just ended after `seconds`; `parts`: the engine's
-        times."""
+        """Return the figures of a step of `seconds`; `parts`: the engine's times."""
         found: Record = {"tokens_per_second": self.tokens / seconds}
         if self.flops is not None and self.peak is not None:
             found["mfu"] = self.flops / (seconds * self.gpus * self.peak)

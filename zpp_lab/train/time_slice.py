@@ -41,8 +41,7 @@ def seconds(text: str, option: str = "--for") -> float:
 
 
 def writing_seconds(numel: int, optimizer_state: str) -> float:
-    """Estimate the seconds of a checkpoint of so many parameters of one process, before one has
-    been written."""
+    """Estimate a checkpoint's seconds, of so many parameters of one process."""
     return numel * _BYTES_A_PARAMETER[optimizer_state] / _BYTES_A_SECOND
 
 
@@ -81,8 +80,7 @@ class SlurmJob:
                 threading.Thread(target=self._ask_in_time, daemon=True).start()
 
     def _ask_in_time(self) -> None:
-        """Ask early where the step and its checkpoint would outlast the job; it then resumes from
-        an older one."""
+        """Ask early where the step and its checkpoint would outlast the job."""
         words = ["squeue", "-h", "-j", os.environ["SLURM_JOB_ID"], "-o", "%e"]
         try:
             end = datetime.fromisoformat(subprocess.check_output(words, text=True).strip())

@@ -159,8 +159,7 @@ class Trainer:
         return summary
 
     def _look_at(self, data: Data) -> None:
-        """Check the data against the checkpoint, and print what a user must know, before anything
-        is built."""
+        """Check the data against the checkpoint, and print notes, before anything is built."""
         if self.config.model.start:
             check_start(Path(self.config.model.start), data)
         for note in (*data.notes, *self.train.notes) if self.rank == 0 else ():
@@ -250,8 +249,7 @@ class Trainer:
             self.saved = self.step
 
     def _pause(self, tracker: Tracker | None) -> Record:
-        """End a time slice: a checkpoint is there, and neither summary nor failure. {} but on rank
-        0."""
+        """End a time slice, with a checkpoint but no summary. {} but on rank 0."""
         self.checkpoints.wait()
         if tracker is None:
             return {}
@@ -284,8 +282,7 @@ class Trainer:
         return seconds()
 
     def _evaluate(self, engine: Engine) -> Record:
-        """Return held-out loss and accuracy with the wire's weights; the tokens' scores are kept
-        for the end."""
+        """Return held-out loss and accuracy with the wire's weights, and keep the scores."""
         self.scores = engine.token_scores(self.step, self.heldout.batches, wire=True)
         share = self.heldout.accuracy(self.scores)["heldout_accuracy"]
         return {"heldout_loss": mean_loss(self.scores[0]), "heldout_accuracy": share}
@@ -366,8 +363,7 @@ class Trainer:
         }
 
     def _readout(self, tracker: Tracker) -> Record:
-        """Return the mean training loss of the last `train.readout_steps` steps, in nats a
-        token."""
+        """Return the mean training loss of the last `train.readout_steps` steps, in nats."""
         count = self.train.readout_steps
         if not count:
             return {}

@@ -150,8 +150,7 @@ class BlockCodec(CodecBase):
         return count / torch.full_like(count, max(coded, 1))
 
     def _blocks(self, x: Tensor) -> Tensor:
-        """Cut fp32 [R, m] into [R, blocks, B]; repeating the last element changes no block's
-        range."""
+        """Cut fp32 [R, m] into [R, blocks, B], the last element repeated: no range changes."""
         fill = self.nblocks(x.shape[1]) * self.block_size - x.shape[1]
         if fill:
             x = torch.cat((x, x[:, -1:].expand(-1, fill)), dim=1)
@@ -202,9 +201,8 @@ class BlockCodec(CodecBase):
         return both[..., :1], both[..., -1:]
 
     def levels_and_scales(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Unpack uint8 [R, nbytes(numel)] into levels q in units of s, fp32 [R, blocks, B] (0
-        past the end), s and z, fp32 [R, blocks, 1]. With a rotation they are those of the rotated
-        row."""
+        """Unpack uint8 [R, nbytes(numel)] into levels q in units of s, fp32 [R, blocks, B] (0 past
+        the end), s and z, fp32 [R, blocks, 1]; of the rotated row with a rotation."""
         coded, blocks = self.coded_numel(numel), self.nblocks(numel)
         split = packed_bytes(coded, self.bits)
         codes = unpack(payload[:, :split], coded, self.bits)

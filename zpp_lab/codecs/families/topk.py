@@ -128,8 +128,7 @@ class TopKCodec(CodecBase):
         return rows.scatter_(1, in_chunk + chunk * self.block_size, values)[:, :numel]
 
     def saturated(self, payload: Tensor, numel: int) -> Tensor:
-        """Return each row's share of saturated codes among those sent, float [R]; 0 without
-        bits."""
+        """Return each row's share of saturated codes that are sent, float [R]."""
         kept = self.kept(numel)
         split = packed_bytes(kept, self.place_bits)
         return self.values.saturated(payload[:, split:], kept)

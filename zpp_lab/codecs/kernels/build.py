@@ -262,8 +262,7 @@ def words() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `zpp-lab build`: compile ahead of time. ValueError, naming the fix, when that is
-    impossible."""
+    """Run `zpp-lab build`. ValueError, naming the fix, when kernels cannot be compiled."""
     args = words().parse_args(argv)
     start = time.monotonic()
     if args.wheel and args.wheel.exists() and not args.wheel.is_dir():

@@ -196,8 +196,7 @@ def decode_sum_encode(
 
 
 def _tiles(segment: Segment) -> int:
-    """Count the tiles of one row, the kernel's and those of `error_sums`: filling never adds
-    one."""
+    """Count the tiles of one row, which are those of `error_sums`: filling never adds one."""
     return -(-segment.numel // TILE)
 
 

@@ -45,8 +45,7 @@ PLAIN = RawCodec(torch.float32)
 
 @dataclass(frozen=True)
 class Memory:
-    """Settings of a residual; see the module for what they do. `context.Memories` has the
-    tensors."""
+    """Settings of a residual, see the module. `context.Memories` has the tensors."""
 
     store: MemoryStore = "bf16"
     decay: float = 1.0
@@ -123,8 +122,7 @@ def _rows(numel: int) -> Layout:
 
 
 class Remembered(Protocol):
-    """Residuals of a payload's rows, by parameter; parameters without one are left out. Rows are as
-    `Memory.pack` stores them."""
+    """Residuals of a payload's rows, as `Memory.pack` stores them, by parameter that has one."""
 
     @property
     def settings(self) -> Mapping[str, Memory]: ...
@@ -250,8 +248,8 @@ def _in_domain(layout: Layout, held: Layout, sums: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Stacked:
     """Segments of one length and one residual's settings, stacked: rows are independent, so this
-    changes no bit. Segments of `one_hop` also share their codec. stored: their residuals, empty
-    when all are zeros."""
+    changes no bit. Segments of `one_hop` share their codec. stored: residuals, empty if all
+    zeros."""
 
     memory: Memory
     places: tuple[int, ...]

@@ -131,8 +131,7 @@ def encode_sums(
 
 
 def finish_sums(layout: Layout, sums: Tensor) -> Tensor:
-    """Rotate sums back: fp32 [R, coded_numel] → [R, numel], segments side by side; returns `sums`
-    itself without rotations."""
+    """Rotate sums back: fp32 [R, coded_numel] → [R, numel], segments side by side."""
     if not any(s.codec.rotation for s in layout.segments):
         return sums
     return torch.cat(_finished(layout, sums), dim=1)
@@ -161,8 +160,7 @@ def decode_sum_encode(
 
 
 def padded_rows(source: Tensor, rows: int, numel: int) -> Tensor:
-    """Return a whole parameter as [rows, numel], zeros past its end; a view where nothing is
-    missing."""
+    """Return a whole parameter as [rows, numel], zeros past its end; a view where possible."""
     flat = source.reshape(-1)
     if flat.numel() != rows * numel:
         flat = torch.nn.functional.pad(flat, (0, rows * numel - flat.numel()))
@@ -170,8 +168,7 @@ def padded_rows(source: Tensor, rows: int, numel: int) -> Tensor:
 
 
 def _summed(layout: Layout, payload: Tensor) -> Tensor:
-    """Sum payload rows; for a part of a layout at the places that they have in the whole one's
-    sums."""
+    """Sum payload rows; those of a part of a layout at their places in the whole one's sums."""
     width = max((s.coded_offset + s.coded_numel for s in layout.segments), default=0)
     sums = torch.zeros(payload.shape[1], width, device=payload.device)
     decode_sum(layout, payload, sums)
@@ -181,8 +178,7 @@ def _summed(layout: Layout, payload: Tensor) -> Tensor:
 def _encode_group(
     segments: list[Segment], rows: list[Tensor], noise: Noise | None, out: Tensor, rotated: bool
 ) -> None:
-    """Encode rows [R, n] of segments with one codec into their places in `out` uint8 [R,
-    nbytes]."""
+    """Encode rows [R, n] of segments with one codec into their places in `out`."""
     first, many = segments[0], len(segments) > 1
     ids = [s.parameter for s in segments]
     drawn = SegmentNoise(noise, ids[0], tuple(ids[1:])) if noise is not None else None

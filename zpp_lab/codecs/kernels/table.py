@@ -91,8 +91,7 @@ def _build(before: Layout | None, after: Layout | None) -> Table:
 
 
 def has_kernel(codec: Codec) -> bool:
-    """Return whether the kernels know the codec; subclasses may change anything, so they do not
-    count."""
+    """Return whether the kernels know the codec; a subclass may change anything."""
     if type(codec) is RawCodec:
         return codec.dtype in DTYPES
     return type(codec) in (BlockCodec, NormalCodec)

@@ -53,8 +53,7 @@ class Facts:
         return f"wheel {NAME} {self.version} (digest {self.digest[:12]}, {', '.join(self.archs)})"
 
     def misfit(self, digest: str, capability: tuple[int, int]) -> str | None:
-        """Say why the library cannot serve these sources, this torch and a GPU of `capability`;
-        None if it can."""
+        """Say why it cannot serve these sources, this torch and a GPU of `capability`, or None."""
         if self.digest != digest:
             return (
                 "it was built from other sources than this zpp_lab's, whose digest is "

@@ -108,8 +108,7 @@ def _problem(
 
 
 def host() -> str:
-    """Return a name that ranks of one machine share; NCCL_HOSTID, where set, decides as for
-    NCCL."""
+    """Return a name that ranks of one machine share; NCCL_HOSTID decides as for NCCL."""
     given = os.environ.get("NCCL_HOSTID")
     if given:
         return given
@@ -124,8 +123,7 @@ def _uuid(device: torch.device) -> str:
 
 
 def _reaches(device: torch.device, uuid: str) -> bool:
-    """Return whether peer access exists; a device that this process does not see is assumed to have
-    it."""
+    """Return whether peer access exists; assume it for a device that this process cannot see."""
     for index in range(torch.cuda.device_count()):
         if _uuid(torch.device("cuda", index)) == uuid:
             return bool(torch.cuda.can_device_access_peer(device, index))

@@ -110,8 +110,7 @@ class Shared(Protocol):
         ...
 
     def pull(self, outs: Sequence[Tensor], sources: Sequence[Tensor], own: int) -> None:
-        """Copy on the current stream, int64, each source in some member's buffer, the first `own`
-        of them in this rank's."""
+        """Copy on the current stream, int64; the first `own` sources lie in this rank's buffer."""
         ...
 
 
@@ -134,8 +133,7 @@ class Part:
 
 
 class Ring:
-    """The slots of one link for one kind of transfer, of `count` members; `own` is this rank's
-    place among them."""
+    """The slots of one link for one kind of transfer; this rank is `own` of `count` members."""
 
     def __init__(self, shared: Shared, kind: Kind, own: int, count: int) -> None:
         self.shared, self.kind, self.own, self.count = shared, kind, own, count
@@ -153,8 +151,7 @@ class Ring:
         self.parts: dict[tuple[int, ...], Part] = {}
 
     def claim(self, nbytes: int) -> int:
-        """Claim a slot of at least `nbytes` that the current stream may write; returns where it
-        starts."""
+        """Claim a slot of `nbytes` that the current stream may write; returns its start."""
         if nbytes > self.size:
             self._grow(max(nbytes, self.wanted))
         self.use += self.opened  # a use that was never sent is used again
@@ -187,8 +184,7 @@ class Ring:
         self.read = self.shared.streams.mark(self.read)
 
     def _meet(self, slot: int) -> None:
-        """Meet: what this rank wrote on the current stream may be read, and so may the others'
-        rows."""
+        """Meet: what all ranks wrote on their current streams may be read."""
         if self.read is not None:
             self.shared.streams.wait(self.read)
         self.shared.barrier()

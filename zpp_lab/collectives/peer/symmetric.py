@@ -84,7 +84,6 @@ class SymmetricMemory:
 
 
 def _copies(outs: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy one after the other: in parallel they share links that two ranks pull over, and took a
-    third longer on four H200s."""
+    """Copy one after the other: in parallel they took a third longer on four H200s."""
     for out, source in zip(outs, sources, strict=True):
         out.copy_(source, non_blocking=True)

@@ -57,8 +57,7 @@ def own_part(whole: Tensor, rank: int, world: int) -> Tensor:
 def states(
     optimizer: Any, parameters: Mapping[str, nn.Parameter], rank: int, world: int
 ) -> dict[str, Any]:
-    """Return all tensors whole on the CPU of rank 0: weights, optimizer, scaler. Every rank calls
-    it."""
+    """Return weights, optimizer and scaler whole on the CPU of rank 0. Every rank calls it."""
     found: dict[str, Any] = {"weights": {}, "optimizer": {key: {} for key in STATE}}
     groups = optimizer.optimizer.state.values()  # flat ones, empty before the first update
     counts = [float(state["step"]) for state in groups if "step" in state]

@@ -102,8 +102,7 @@ def update(optimizer: AdamW, number: int, ok: Tensor | None = None) -> None:
 
 
 def guarded_step(optimizer: AdamW, ok: Tensor, number: int = 0) -> None:
-    """Do `update`, or leave weights and state unchanged where `ok` is false. Where weights lie on
-    the CPU the host asks."""
+    """Do `update` unless `ok` is false. Where weights lie on the CPU the host asks."""
     if on_device(optimizer):
         update(optimizer, number, ok)
     elif bool(ok):

@@ -55,8 +55,7 @@ FULL_MEMORY = (
 
 
 def mistake(error: BaseException) -> str | None:
-    """Return what a user can fix, in one line that names the fix; None for other errors, such as a
-    lost rank."""
+    """Return what a user can fix, in one line that names the fix; None for other errors."""
     if isinstance(error, OSError):
         return None if isinstance(error, _GONE) else _of_system(error)
     if not isinstance(error, ValueError):

@@ -27,8 +27,7 @@ OPTION = "--share-gpus"
 @dataclass(frozen=True)
 class Placement:
     """Ranks on GPUs. gpus: as CUDA_VISIBLE_DEVICES names them; empty where unknown or on the CPU.
-    share: how ranks of one GPU share it; None where each has its own. environment: variables for
-    the sharing ranks."""
+    share: how ranks of one GPU share it; None: each has its own. environment: for sharing ranks."""
 
     cluster: ClusterConfig
     gpus: tuple[str, ...] = ()

@@ -43,8 +43,7 @@ End = tuple[int | None, str]  # the rank that ended the run, if it was one, and 
 
 
 class Lived:
-    """Seconds that this process ran: a stop of its own, or of its machine, does not count as
-    silence."""
+    """Seconds that this process ran: a stop of it, or of its machine, is not silence."""
 
     def __init__(self) -> None:
         self.seconds, self.last = 0.0, time.monotonic()
@@ -198,8 +197,7 @@ class Pulse:
     def __init__(
         self, silence: float, act: Callable[[int | None, str], None], doing: Doing = lambda: (0, "")
     ) -> None:
-        """Start the thread. Every rank of the default process group must build one, at the same
-        time."""
+        """Start the thread. Every rank of the default process group builds one together."""
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.silence, self.act, self.doing = silence, act, doing
         self.left, self.failed, self.reason = False, "", ""

@@ -121,8 +121,8 @@ def job(config: Config) -> Record:
 
 
 def queue_again(summary: Record) -> str:
-    """After `leave`, have the job queued again where Slurm's warning stopped the run; returns why
-    that failed, else ""."""
+    """Queue the job again after `leave`, where Slurm's warning stopped the run; say why not, or
+    ""."""
     return JOB.again() if summary.get("outcome") == UNFINISHED else ""
 
 
@@ -246,8 +246,7 @@ def _report(error: Any, folder: Path, out_of_memory: bool) -> None:
 
 
 def _write_failure(folder: Path, rank: int | None, how: str, text: str) -> None:
-    """Write failure.json unless rank 0 has written the cause already. Never raises: the failure
-    itself must be seen."""
+    """Write failure.json unless rank 0 has written the cause already. Never raises."""
     seen: Record = {}
     with suppress(OSError, ValueError):  # a damaged one is written anew
         seen = read_object(folder / FAILURE)
@@ -354,8 +353,8 @@ def _run_watched(config: Config, rank: int, start_up: StartUp) -> Record:
 
 
 def _watch(config: Config, rank: int, for_launcher: str | None = None) -> Pulse:
-    """Start to watch: this rank ends when another one is lost, with one line on stderr, or in the
-    file that the launcher reads."""
+    """End this rank when another one is lost, with one line on stderr, or in the launcher's
+    file."""
 
     def lost(other: int | None, why: str) -> None:
         try:  # a disk that fails, under a log too, neither hides the cause nor keeps this rank
@@ -400,8 +399,7 @@ def _leave_errors_to_us(config: Config) -> None:
 
 
 def connect(config: Config) -> int:
-    """Meet the other ranks and return this one's number. ValueError when they are not the
-    cluster's."""
+    """Meet the other ranks and return this one's number; ValueError for a wrong cluster."""
     check_place(os.environ, config.cluster)
     see_own_gpus(os.environ, config)
     cpu = config.engine.device == "cpu" or not torch.cuda.is_available()

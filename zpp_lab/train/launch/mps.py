@@ -174,8 +174,7 @@ def check_client(environment: Mapping[str, str], pid: int) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code, 128 + n where signal n ended it. EmulationError
-    without MPS."""
+    """Run the command and return its exit code, 128 + n where signal n ended it."""
     command = list(argv[1:] if argv[:1] == ["--"] else argv)
     if not command or (command[0].startswith("-") and command[0] not in HELP):
         raise ValueError("give a command after --: zpp-lab mps -- COMMAND")

@@ -33,8 +33,7 @@ def placed(environment: Variables) -> bool:
 
 
 def _in_srun(environment: Variables) -> bool:
-    """Return whether this is `srun` with several tasks. A batch script has the job's variables, but
-    no step."""
+    """Return whether this is `srun` with several tasks. A batch script has no step."""
     step = "SLURM_STEP_NUM_TASKS" in environment or "SLURM_STEP_ID" in environment
     return step and "SLURM_PROCID" in environment and _tasks(environment) > 1
 
@@ -142,8 +141,7 @@ def _first_host(environment: Variables) -> str:
 
 def patience(environment: Variables) -> float:
     """Return the seconds to wait for a folder that another process holds: some in a job that was
-    started again, as its former start may be ending, or a lost node's lock still be the file
-    server's."""
+    started again, as its former start may be ending, or a lost node's lock remain."""
     counts = [environment.get(name, "") for name in _RESTARTS]
     return _AFTER_RESTART if any(c.isdigit() and int(c) > 0 for c in counts) else 0.0
 

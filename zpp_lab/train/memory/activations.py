@@ -69,9 +69,9 @@ class Activations:
         return self.block - self.between
 
     def backward(self, grads: int) -> int:
-        """Return the most that a block's backward holds beyond what the block kept: the incoming
-        gradient, those that flow, and its parameters' own (`grads` bytes in the end), less what was
-        kept and has gone by then."""
+        """Return the most that a block's backward holds beyond what the block kept: incoming and
+        flowing gradients and its parameters' own (`grads` bytes in the end), less what has gone by
+        then."""
         mlp, attention = self._own(grads)
         parts = self._compiled_flow if self.compiled else self._eager_flow
         return self.row + max(0, *parts(mlp, attention))

@@ -123,8 +123,7 @@ def kernels_serve(config: Config) -> bool:
 
 
 def payload_bytes(plan: Plan, unit: UnitPlan, backward: bool = False) -> int:
-    """Return the buffer that one gather of `unit` fills, and what it holds of the node on the
-    way."""
+    """Return the buffer that one gather of `unit` fills, and what it holds of the node."""
     layout = unit.backward if backward else unit.forward
     return plan.recipe.shards * layout.nbytes + _held(plan, unit, backward)
 
@@ -171,15 +170,13 @@ class Buffers:
     # ------------------------------------------------------------------ gathers
 
     def gathers(self, unit: UnitPlan, count: int) -> int:
-        """Return the bytes of `count` gathers of `unit` for backward, none of which is decoded
-        yet."""
+        """Return the bytes of `count` gathers of `unit` for backward, not decoded yet."""
         if self.untouched:  # FSDP2's own is flat whatever the cluster's shape
             return count * self.plan.recipe.shards * unit.backward.nbytes
         return count * payload_bytes(self.plan, unit, backward=True)
 
     def heldout(self, unit: UnitPlan, count: int) -> int:
-        """Return the bytes of `count` gathers of `unit` in evaluation, also with its master
-        weights."""
+        """Return the bytes of `count` gathers of `unit` in evaluation, master weights too."""
         shards, nodes = self.plan.recipe.shards, self.cluster.nodes
         if self.untouched:
             return count * shards * unit.forward.nbytes
@@ -200,8 +197,7 @@ class Buffers:
         return most
 
     def _leg(self, kind: Kind, link: Link, rows: int, members: int, row: int) -> _Leg:
-        """Return the bytes of `rows` rows of so many bytes to each member; a gather has its own row
-        in the output."""
+        """Return the bytes of `rows` rows to each member; a gather has its row in the output."""
         nbytes = rows * members * row
         if kind == "gather" or self._in_slots(link, nbytes):
             return _Leg(nbytes, nbytes, 0)

@@ -107,8 +107,7 @@ def saved_bytes(every: list[Parameter], trained: list[Parameter], config: Config
 
 
 def secondary_bytes(plan: Plan) -> int:
-    """Return hpZ's bytes between nodes: of every unit that is gathered again, one forward row a
-    node."""
+    """Return hpZ's bytes: of every unit that is gathered again, one forward row a node."""
     rows = sum(u.forward.nbytes for u in plan.units if u.keeps_secondary)
     return plan.recipe.cluster.nodes * rows
 
@@ -133,8 +132,7 @@ class _Rank:
         self.early = self._fuller()  # units that went back before the one at 'early'
 
     def _fuller(self) -> int:
-        """Return 1 where a reduction's input and its sums are more than a unit's activations, else
-        0."""
+        """Return 1 where a reduction's input and sums exceed a unit's activations, else 0."""
         if len(self.units) == 1:
             return 0
         left = 0 if self.plan.reductions > 1 else shard_bytes(_trained(self.unit))
@@ -196,8 +194,7 @@ class _Rank:
 
     def _encoding(self, unit: UnitPlan) -> int:
         """Count what residuals need while a unit is encoded: at a first hop its input, at a second
-        one sums, its input and what that decodes to; and the stacks of parameters that are handled
-        together."""
+        one sums, input and what that decodes to; and stacks of parameters."""
         found = []
         for wire in self.plan.recipe.hops:
             same: Counter[tuple[Memory, int]] = Counter()
@@ -242,8 +239,7 @@ class _Rank:
     def _moments(
         self, trained: list[Parameter], kind: StateKind, place: Literal["gpu", "host"]
     ) -> list[Item]:
-        """Count AdamW's moments; those in host memory pass through the GPU, a stage in each
-        stream."""
+        """Count AdamW's moments; those in host memory pass the GPU, a stage in each stream."""
         nbytes = optimizer_bytes(trained, kind)
         name = f"optimizer state, {kind}"
         if self.config.train.optimizer_place == "device":
@@ -260,8 +256,7 @@ class _Rank:
         ]
 
     def _checkpoint(self, every: list[Parameter], trained: list[Parameter]) -> int:
-        """Count host memory: a copy of what is small enough, and buffers on their way to the
-        disk."""
+        """Count host memory: a copy of what is small enough, and buffers for the disk."""
         train = self.config.train
         if not (train.checkpoint_every or train.keep_checkpoints):
             return 0
@@ -273,8 +268,7 @@ class _Rank:
         return copied + min(written, train.checkpoint_staging_mib * 2**20)
 
     def _gradients(self) -> dict[Moment, int]:
-        """Count this rank's gradients of the units that are reduced already. A unit's come with its
-        reduction."""
+        """Count this rank's gradients of reduced units. A unit's come with its reduction."""
         every = shard_bytes(p for u in self.plan.units for p in _trained(u))
         if self.plan.reductions > 1:  # earlier micro-steps have left theirs
             return always(every) | NOT_EVALUATED
@@ -315,8 +309,7 @@ class _Rank:
         return found
 
     def _payloads(self) -> dict[Moment, int]:
-        """Count the units gathered ahead in backward; in a forward the computing one's stays
-        too."""
+        """Count the units gathered ahead in backward; in a forward the computing one too."""
         count = max(1, self.config.engine.prefetch)
         held = min(1 + self.config.engine.prefetch, len(self.units))
         found = moments() | {"eval": max(self.buffers.heldout(u, held) for u in self.units)}
@@ -329,9 +322,9 @@ class _Rank:
         return moments(loss=first, early=ahead) | {"eval": found["eval"]}
 
     def _whole_gradients(self) -> dict[Moment, int]:
-        """Count the head's gradient from the loss on, a unit's while it is reduced (until then it
-        counts as its backward), and the root's. With one reduction for several micro-steps every
-        unit's, in reduce_dtype."""
+        """Count the head's gradient from the loss on, a unit's while it is reduced (before, it
+        counts as its backward), and the root's; with one reduction a step every unit's, in
+        reduce_dtype."""
         head = self.weight * self.acts.head
         root, block = self.weight * _to_train(self.root), self.weight * _to_train(self.unit)
         found = moments(early=head, late=head, root=root)
@@ -346,8 +339,7 @@ class _Rank:
         return found
 
     def _reductions(self) -> dict[Moment, int]:
-        """Count the reduction under way, or the input of the one before it, which is not freed
-        yet."""
+        """Count the reduction under way, or the input of the one before it, not freed yet."""
         held = self._held(self.unit)
         block, root = self._reduction(self.unit), self._reduction(self.root)
         late = held if len(self.units) > 1 else 0
@@ -355,8 +347,7 @@ class _Rank:
         return found | {"early sent": block, "late sent": block}
 
     def _held(self, unit: UnitPlan) -> int:
-        """Count the input of one unit's reduction: FSDP2's buffer, or the gradients that ours
-        encoded."""
+        """Count the input of one unit's reduction: FSDP2's buffer, or our gradients."""
         if self.plan.recipe.cluster.world == 1:
             return 0
         if self.untouched:
@@ -431,8 +422,7 @@ class _Rank:
         return found | sent | evaluated | {"late": late}
 
     def _updating(self, shards: list[int]) -> int:
-        """Count what our own AdamW needs in plain torch; its kernel and torch's fused one need
-        nothing."""
+        """Count what our own AdamW needs in plain torch; fused kernels need nothing."""
         if self.kernels or self.config.train.optimizer_state == "fp32":
             return 0
         return SCRATCH * min(BATCH, sum(shards))
@@ -446,8 +436,7 @@ class _Rank:
 
 
 def _adapters(plan: Plan) -> int:
-    """Count elements a token between the two adapters of every layer of a block, the most of
-    any."""
+    """Count elements a token between the two adapters of every layer, for the largest block."""
     units = [u.unit for u in plan.units[:-1]]
     return max(
         sum(p.shape[0] for p in u.parameters if p.name.endswith(LORA_A)) // u.blocks for u in units

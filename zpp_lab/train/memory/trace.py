@@ -35,8 +35,7 @@ FP32 = 4  # bytes
 
 @contextmanager
 def shapes_only() -> Iterator[Live]:
-    """Run operators on shapes in the body, attention as a fused one; yields counts of their
-    results."""
+    """Run operators on shapes in the body, attention as a fused one; yields counts."""
     with _FusedAttention(), Live() as live:
         yield live
 
@@ -237,8 +236,7 @@ def _kept_trace(key: _Key, vocab: int, shape: tuple[int, int], dtype: torch.dtyp
 
 
 def trace(model: Any, shape: tuple[int, int]) -> Traced:
-    """Trace `model`, made by `build_hf`, parameters on the meta device in the dtype that computes.
-    It cannot run afterwards."""
+    """Trace a model of `build_hf`, parameters on the meta device. It cannot run afterwards."""
     tokens = torch.zeros(shape, dtype=torch.int64)
     units = [unit for _, unit in model.units()]
     largest = max(units, key=lambda unit: sum(p.numel() for p in unit.parameters()))
