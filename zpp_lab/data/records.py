@@ -40,6 +40,7 @@ _NOTHING = "so there is nothing to learn; remove the line"
 _TEXTS = ("prompt", "completion")
 _READING = 2  # raise it when a record's tokens or marks change, so that they are made anew
 SPLITS = ("train", "heldout")
+Record = dict[str, Any]  # as JSON has it
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,10 @@ class RecordCorpus:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     place = f"{self.files.root / name}, line {number}"
-                    parts = parts_of(line, self.fields, place, found, self.template)
+                    try:
+                        parts = parts_of(line, self.fields, place, found, self.template)
+                    except ValueError as error:
+                        raise ValueError(f"data: {place}: {error}") from None
                     yield f"{name}:{number}", parts
 
 
@@ -102,22 +106,9 @@ def record_corpus(cfg: DataConfig) -> RecordCorpus:
 
 
 def parts_of(
-    line: bytes,
-    fields: RecordConfig,
-    place: str,
-    found: Findings,
-    template: ChatTemplate | None = None,
-) -> list[Part]:
-    """Return the parts of one record; ValueError, with `place`, for one that cannot be used."""
-    try:
-        return _parts_of(line, fields, place, found, template)
-    except ValueError as error:
-        raise ValueError(f"data: {place}: {error}") from None
-
-
-def _parts_of(
     line: bytes, fields: RecordConfig, place: str, found: Findings, template: ChatTemplate | None
 ) -> list[Part]:
+    """Return the parts of one record; ValueError for one that cannot be used."""
     try:
         record = json.loads(line, object_pairs_hook=named_once)
     except ValueError as error:
@@ -147,9 +138,7 @@ def _unicode(value: Any) -> Any:
     return value
 
 
-def _completion(
-    record: dict[str, Any], fields: RecordConfig, place: str, found: Findings
-) -> list[Part]:
+def _completion(record: Record, fields: RecordConfig, place: str, found: Findings) -> list[Part]:
     names = [getattr(fields, kind) for kind in _TEXTS]
     missing = [name for name in names if name not in record]
     if missing:
@@ -164,11 +153,7 @@ def _completion(
 
 
 def _chat(
-    record: dict[str, Any],
-    fields: RecordConfig,
-    place: str,
-    found: Findings,
-    template: ChatTemplate | None,
+    record: Record, fields: RecordConfig, place: str, found: Findings, template: ChatTemplate | None
 ) -> list[Part]:
     turns = record[fields.messages]
     if not isinstance(turns, list) or not turns:

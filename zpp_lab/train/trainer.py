@@ -72,12 +72,7 @@ class Trainer:
     """The step loop of one run over any engine."""
 
     def __init__(
-        self,
-        config: Config,
-        folder: Path,
-        rank: int = 0,
-        start_up: StartUp | None = None,
-        checked: bool = False,
+        self, config: Config, folder: Path, rank: int, start_up: StartUp | None, checked: bool
     ) -> None:
         self.config, self.folder, self.rank, self.checked = config, folder, rank, checked
         self.train = config.train

@@ -37,7 +37,7 @@ from zpp_lab.engines.deepspeed.settings import (
     quantizes_grads,
     quantizes_weights,
 )
-from zpp_lab.engines.optim.build import STATE, adamw, set_rate, zero_state
+from zpp_lab.engines.optim.build import STATE, Parameters, adamw, set_rate, zero_state
 from zpp_lab.engines.optim.states import MOMENTS
 from zpp_lab.models.loss import token_scores
 
@@ -54,9 +54,7 @@ def own_part(whole: Tensor, rank: int, world: int) -> Tensor:
 
 
 @torch.no_grad()
-def states(
-    optimizer: Any, parameters: Mapping[str, nn.Parameter], rank: int, world: int
-) -> dict[str, Any]:
+def states(optimizer: Any, parameters: Parameters, rank: int, world: int) -> dict[str, Any]:
     """Return weights, optimizer and scaler whole on the CPU of rank 0. Every rank calls it."""
     found: dict[str, Any] = {"weights": {}, "optimizer": {key: {} for key in STATE}}
     groups = optimizer.optimizer.state.values()  # flat ones, empty before the first update
@@ -84,11 +82,7 @@ def _whole(part: Tensor, p: Any, world: int) -> Tensor:
 
 @torch.no_grad()
 def load_states(
-    optimizer: Any,
-    parameters: Mapping[str, nn.Parameter],
-    rank: int,
-    world: int,
-    state: Mapping[str, Any],
+    optimizer: Any, parameters: Parameters, rank: int, world: int, state: Mapping[str, Any]
 ) -> None:
     """Load what `states` returned, from whole tensors on any device."""
     differing = sorted(set(parameters) ^ set(state["weights"]))
@@ -107,9 +101,7 @@ def load_states(
     _to_training_dtype(optimizer)
 
 
-def _make_state(
-    optimizer: Any, parameters: Mapping[str, nn.Parameter], steps: Mapping[str, Tensor]
-) -> None:
+def _make_state(optimizer: Any, parameters: Parameters, steps: Mapping[str, Tensor]) -> None:
     """Allocate AdamW's state, with the count of updates that all parameters share."""
     optimizer.optimizer.state.clear()
     counts = {float(step) for step in steps.values()}

@@ -23,6 +23,7 @@ from zpp_lab.models.params import feeds_residual, param_class
 AdamW = torch.optim.AdamW | CompactAdamW
 # AdamW's state of a parameter, as checkpoints name it; in 8 bits with scales beside it.
 STATE = ("step", *MOMENTS)
+Parameters = Mapping[str, nn.Parameter]  # by name
 OptimizerState = dict[str, dict[str, Tensor]]  # {key: {parameter name: tensor}}
 
 
@@ -53,9 +54,7 @@ def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int 
     return made(groups, lr=train.lr, betas=betas, eps=train.eps, **kind)
 
 
-def _check_projections(
-    parameters: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Parameter], factor: float
-) -> None:
+def _check_projections(parameters: Parameters, trained: Parameters, factor: float) -> None:
     """ValueError where no projection into the residual stream is known, or half of a block's."""
     names = [name for name, p in parameters.items() if p.ndim > 1]
     known = {param_class(name) for name in names if feeds_residual(name)}
@@ -124,9 +123,7 @@ def zero_state(optimizer: AdamW, p: Tensor) -> dict[str, Tensor]:
     return {"step": step} | {key: torch.zeros_like(p) for key in MOMENTS}
 
 
-def optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> OptimizerState:
+def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Parameters) -> OptimizerState:
     """Return tensors by key and parameter; parameters that were never updated have none."""
     found: OptimizerState = {key: {} for key in STATE}
     for name, p in parameters.items():
@@ -136,9 +133,7 @@ def optimizer_state(
 
 
 def load_optimizer_state(
-    optimizer: AdamW,
-    parameters: Mapping[str, nn.Parameter],
-    state: Mapping[str, Mapping[str, Tensor]],
+    optimizer: AdamW, parameters: Parameters, state: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
     """Load what `optimizer_state` returned. ValueError when the states are kept otherwise."""
     dtypes = {k: {n: t.dtype for n, t in named.items()} for k, named in state.items()}
@@ -153,9 +148,7 @@ def load_optimizer_state(
 
 
 def check_state(
-    optimizer: AdamW,
-    parameters: Mapping[str, nn.Parameter],
-    found: Mapping[str, Mapping[str, torch.dtype]],
+    optimizer: AdamW, parameters: Parameters, found: Mapping[str, Mapping[str, torch.dtype]]
 ) -> None:
     """ValueError when a checkpoint with these dtypes of states {key: {parameter: dtype}} keeps
     them otherwise than `optimizer`; nothing is ever converted."""

@@ -49,12 +49,8 @@ def node_environment(
     hosts: Hosts, placement: Placement, node: int, port: int, given: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the variables that ranks of a node share; enough for a torchrun on each node."""
-    made = {
-        "MASTER_ADDR": hosts.address(0),
-        "MASTER_PORT": str(port),
-        **placement.variables(node),
-        **ALWAYS,
-    }
+    made = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": str(port)}
+    made |= {**placement.variables(node), **ALWAYS}
     if hosts.interface is None:
         return made
     return {

@@ -31,6 +31,7 @@ from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model
 
 FP32 = 4  # bytes
+Forward = Callable[..., Any]
 
 
 @contextmanager
@@ -287,7 +288,7 @@ class _Around:
     def _at_head(self, *_: Any) -> None:
         self.at_head = self.live.start()
 
-    def _passing(self, forward: Callable[..., Any], noted: bool, last: bool) -> Callable[..., Any]:
+    def _passing(self, forward: Forward, noted: bool, last: bool) -> Forward:
         def passing(*args: Any, **kwargs: Any) -> Any:
             if not args:
                 raise RuntimeError("a block gets its input by name")
@@ -302,11 +303,7 @@ class _Around:
 
 
 def _one_block(
-    forward: Callable[..., Any],
-    hidden: Tensor,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    live: Live,
+    forward: Forward, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], live: Live
 ) -> tuple[int, bool, int]:
     """Return the bytes that its forward keeps, whether its input is among them, and the most that
     its backward holds beyond them, from the incoming gradient on."""
@@ -326,11 +323,7 @@ def _one_block(
 
 @torch.no_grad()
 def _passing(
-    forward: Callable[..., Any],
-    hidden: Tensor,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    live: Live,
+    forward: Forward, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], live: Live
 ) -> int:
     """Return the most of a forward without gradients, its input included."""
     there = live.start()
