@@ -354,7 +354,7 @@ study afile => afile: a study's file ends with .yaml | rename it
 study s_extends.yaml => s_extends.yaml
 report bad/met_cut => met_cut/zero3/seed1/metrics.jsonl
 dashboard afile => afile: a study's file ends with .yaml | rename it
-train model=6_7b model.dim=65536 model.layers=2 => the model, its gradients and | a smaller model
+train model=6_7b model.dim=65536 model.layers=2 => model, gradients and optimizer | a smaller model
 """
 
 HERE = shlex.split(

@@ -46,7 +46,7 @@ def test_a_decay_from_the_warm_up_on_is_linear(low: float) -> None:
         ("schedule=wsd decay_share=0", "decay_share"),
         ("decay_steps=3", "train.schedule=wsd"),
         ("beta2_tokens=0", "beta2_tokens"),
-        ("beta2_tokens=1000 beta2=0.9", "both set beta2: leave one of them out"),
+        ("beta2_tokens=1000 beta2=0.9", "both set beta2"),
         ("beta2_tokens=1e30", "beta2 would round to 1; use fewer"),
     ],
 )
