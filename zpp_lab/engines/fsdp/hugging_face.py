@@ -50,7 +50,7 @@ def refuse() -> None:
     told = [n for n in names if os.environ.get(f"ACCELERATE_USE_{n.upper()}", "").lower() == "true"]
     states = sys.modules.get("accelerate.state")
     if states is not None and states.is_initialized():
-        config = states.AcceleratorState().parallelism_config
+        config = getattr(states.AcceleratorState(), "parallelism_config", None)
         if config is not None and config.tp_size == 1:  # Trainer sets it for a model under TP
             told.append("parallelism_config")
     if told:
