@@ -475,9 +475,7 @@ def reachable(seconds: float = SECONDS) -> bool:
 def why_not() -> str:
     if asked_offline():
         return f"{next(n for n in _OFFLINE if os.environ.get(n))} is set"
-    return (
-        f"{endpoint()} does not answer within {SECONDS:g} s (HF_HUB_OFFLINE=1 reads only the cache)"
-    )
+    return f"{endpoint()} does not answer in {SECONDS:g} s (HF_HUB_OFFLINE=1 reads only the cache)"
 
 
 def _place(url: str) -> tuple[str, int]:

@@ -122,6 +122,5 @@ class Layout:
         kept = [s for s in self.segments if s.name in names]
         if len(kept) == len(self.segments):
             return self
-        return Layout.build(
-            [s.name for s in kept], [s.numel for s in kept], [s.codec for s in kept]
-        )
+        own, numels = [s.name for s in kept], [s.numel for s in kept]
+        return Layout.build(own, numels, [s.codec for s in kept])

@@ -92,9 +92,7 @@ def _check_settings(name: str, factory: Callable[..., Codec], settings: dict[str
         signature.bind(**settings)
     except TypeError as error:
         unknown = sorted(set(settings) - set(signature.parameters))
-        problem = (
-            f"has the unknown setting {unknown[0]!r}" if unknown else f"was not built: {error}"
-        )
+        problem = f"has the unknown setting {unknown[0]!r}" if unknown else f"is not built: {error}"
         raise ValueError(f"codec {name} {problem}; valid settings: {valid}") from None
 
 

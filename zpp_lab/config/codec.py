@@ -153,9 +153,7 @@ class CodecConfig:
             check_block(8 if bits is None else bits, size, self.hadamard or 0, self.random_signs)
 
     def _check_topk(self) -> None:
-        need(
-            self.keep is not None, "codec=topk needs keep, elements sent of each block: set keep=8"
-        )
+        need(self.keep is not None, "codec=topk needs keep, elements sent of a block: set keep=8")
         size = BLOCK_SIZE if self.block_size is None else self.block_size
         check_topk(self.keep or 0, size, self.bits)
         need(

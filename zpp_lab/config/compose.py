@@ -223,9 +223,7 @@ def explain(error: Exception, overrides: list[str]) -> str:
     chosen = re.search(r"Multiple values for (\w+)\.|force-add of .*'\+\+(\w+)=", str(error))
     if chosen is not None:
         group = chosen[1] or chosen[2]
-        return (
-            f"{group}: this group is set already; choose a file of it with {group}=NAME, without +"
-        )
+        return f"{group}: this group is set already; choose a file with {group}=NAME, without +"
     for parsed in filter(None, map(_parsed, overrides)):
         if parsed.is_sweep_override() and "--multirun" in str(error):
             return (

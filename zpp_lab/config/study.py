@@ -180,9 +180,7 @@ class StudyConfig:
     def _check_branch(self) -> None:
         if self.branch is None:
             return
-        _need(
-            bool(self.prepare), f"study {self.name}: branch needs a base run; add one under prepare"
-        )
+        _need(bool(self.prepare), f"study {self.name}: branch needs a run under prepare")
         last = max(self.seeds) + max(0, self.max_seeds - len(self.seeds))
         for one in self.prepare:
             _need(

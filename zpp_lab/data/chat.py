@@ -304,9 +304,8 @@ class ChatTemplate:
                 f"chat templates need the package {error.name}: pip install 'zpp_lab[hf]'"
             ) from None
         # not AutoTokenizer: some classes make another tokenizer than tokenizer.json says
-        found = PreTrainedTokenizerFast.from_pretrained(
-            self.file.parent, tokenizer_file=str(self.file)
-        )
+        folder, file = self.file.parent, str(self.file)
+        found = PreTrainedTokenizerFast.from_pretrained(folder, tokenizer_file=file)
         found.backend_tokenizer.no_truncation()
         return found
 

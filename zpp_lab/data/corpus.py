@@ -294,9 +294,8 @@ class HubCorpus:
                 "FOLDER`, then data.path=FOLDER here"
             )
         try:
-            yield from datasets.load_dataset(
-                self.path, self.subset, split=self.split, streaming=True
-            )
+            names = self.path, self.subset
+            yield from datasets.load_dataset(*names, split=self.split, streaming=True)
         except (OSError, ValueError) as error:  # not found, no network, no such subset or split
             raise ValueError(
                 f"data.path={self.path} data.subset={self.subset} data.split={self.split}: {error}"

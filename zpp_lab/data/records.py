@@ -173,9 +173,8 @@ def _chat(
         turns = template.given(turns, tools)
         unread = template.check(turns, tools, place, found)
         parts = _rendered(turns, tools, template)
-    found.read.update(
-        f"{fields.messages}.{key}" for t in turns for key in extras(t) if key not in unread
-    )
+    read = {key for turn in turns for key in extras(turn)} - {*unread}
+    found.read.update(f"{fields.messages}.{key}" for key in read)
     found.leave([name for name in record if name not in (fields.messages, "tools")], place)
     found.leave([f"{fields.messages}.{key}" for key in unread], place)
     return parts

@@ -273,9 +273,8 @@ class ShamCodec(CodecBase):
         """a of each block, fp32 [R, blocks]."""
         numel, size = x.shape[1], self.codec.block_size
         error = self.codec.decode(encode(self.codec, x), numel).double() - x.double()
-        blocks = torch.nn.functional.pad(error.square(), (0, -numel % size)).unflatten(
-            1, (-1, size)
-        )
+        padded = torch.nn.functional.pad(error.square(), (0, -numel % size))
+        blocks = padded.unflatten(1, (-1, size))
         there = torch.full((blocks.shape[1],), size, dtype=torch.float64, device=x.device)
         there[-1] -= -numel % size
         return (3 * fold_sum(blocks) / there).sqrt().to(torch.float32)

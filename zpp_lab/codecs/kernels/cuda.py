@@ -61,9 +61,8 @@ def encode(
             else [s if s.is_contiguous() else s.contiguous() for s in sources]
         )
         partials = None if errors is None else _partials(layout, table.kernel, out)
-        torch.ops.zpp_lab.encode.default(
-            own, table.rows, *_noise(noise, layout, out), out, partials
-        )
+        noise_args = _noise(noise, layout, out)
+        torch.ops.zpp_lab.encode.default(own, table.rows, *noise_args, out, partials)
         if errors is not None and partials is not None:
             _fold_partials(layout, table.kernel, partials, errors)
     if table.others:

@@ -142,9 +142,8 @@ def reduce(layout: Layout, payload: Tensor, out: Tensor) -> None:
 
     0 + row 0 + row 1 + ... in fp32, then out of the rotated domain, then one rounding.
     """
-    for segment, values in zip(
-        layout.segments, _finished(layout, _summed(layout, payload)), strict=True
-    ):
+    found = _finished(layout, _summed(layout, payload))
+    for segment, values in zip(layout.segments, found, strict=True):
         out[:, segment.offset_numel : segment.offset_numel + segment.numel].copy_(values)
 
 

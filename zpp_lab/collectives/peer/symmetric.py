@@ -50,9 +50,8 @@ class SymmetricMemory:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self.own = self.handle = None
         # not symmetric.empty: its pool would keep what is given up
-        self.own = symmetric._SymmetricMemory.empty_strided_p2p(
-            (nbytes,), (1,), torch.uint8, self.device
-        )
+        allocate = symmetric._SymmetricMemory.empty_strided_p2p
+        self.own = allocate((nbytes,), (1,), torch.uint8, self.device)
         self.handle = handle = symmetric.rendezvous(self.own, self.group.group_name)
         assert handle is not None, "the group has no symmetric memory"
         return [handle.get_buffer(i, (nbytes,), torch.uint8) for i in range(self.group.size())]

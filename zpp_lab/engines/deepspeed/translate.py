@@ -312,9 +312,7 @@ class _Reading:
         kind = self._take("optimizer.type")
         name = str(kind or "").lower()
         if kind is None:
-            self.made.notes.append(
-                "no optimizer in the file: train.lr and others keep their defaults"
-            )
+            self.made.notes.append("no optimizer in the file: train.lr keeps its default")
             return
         if name not in ("adam", "adamw"):
             self.made.left.append(f"optimizer.type={kind}: replaced by AdamW")
@@ -386,9 +384,7 @@ class _Reading:
         for part in ("offload_param", "offload_optimizer"):
             device = self._take(f"{_ZERO}{part}.device", "none")
             if device == "nvme":
-                self.made.left.append(
-                    f"{part}.device=nvme: only host memory is supported, not disk"
-                )
+                self.made.left.append(f"{part}.device=nvme: only host memory is supported")
             on = on or device == "cpu"
         for old in ("cpu_offload", "cpu_offload_param"):
             on = self._flag(f"{_ZERO}{old}") or on

@@ -320,13 +320,11 @@ def _reset(link: socket.socket | None) -> None:
 
 def _listener(world: int) -> socket.socket:
     """Open a socket on a free port of all addresses."""
+    address, backlog, six = ("", 0), world + 16, socket.AF_INET6
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # IPv6 may be turned off
-            family = socket.AF_INET6
-            return socket.create_server(
-                ("", 0), family=family, backlog=world + 16, dualstack_ipv6=True
-            )
-    return socket.create_server(("", 0), backlog=world + 16)
+            return socket.create_server(address, family=six, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server(address, backlog=backlog)
 
 
 def _resolved(host: str, port: int) -> tuple[str, int]:

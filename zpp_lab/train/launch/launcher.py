@@ -412,9 +412,8 @@ def connect(config: Config) -> int:
             check_client(os.environ, os.getpid())
     # NCCL's own watchdog comes after ours, which knows the wire's name.
     seconds = config.engine.timeout_seconds + (0 if cpu else 60)
-    dist.init_process_group(
-        "gloo" if cpu else "cpu:gloo,cuda:nccl", timeout=timedelta(seconds=seconds)
-    )
+    backend = "gloo" if cpu else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
     return dist.get_rank()
 
 
