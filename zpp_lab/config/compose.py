@@ -226,10 +226,7 @@ def explain(error: Exception, overrides: list[str]) -> str:
         return f"{group}: this group is set already; choose a file with {group}=NAME, without +"
     for parsed in filter(None, map(_parsed, overrides)):
         if parsed.is_sweep_override() and "--multirun" in str(error):
-            return (
-                f"{parsed.input_line}: several values; add -m to run each of them, or write a "
-                "list in brackets"
-            )
+            return f"{parsed.input_line}: several values; add -m to run each, or write [a,b]"
         group, value = parsed.key_or_group, parsed.value()
         if _is_group(group) and not isinstance(value, str | list | dict):
             return _unknown_option(group, written(value))

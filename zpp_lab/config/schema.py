@@ -107,10 +107,7 @@ def more_heldout(eval_tokens: int) -> str:
     """Say what to set for more held-out tokens than `eval_tokens` gave."""
     if eval_tokens < FEW_HELDOUT:
         return f"set train.eval_tokens={TrainConfig.eval_tokens} or more"
-    return (
-        "hold out more text (a smaller data.heldout_every, or more documents), with "
-        "train.eval_tokens to match"
-    )
+    return "hold out more text (data.heldout_every, more documents) and raise train.eval_tokens"
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -226,8 +226,7 @@ def pack(
     fitted = fit(offsets, mask, cfg, split)
     if not len(fitted.records):
         raise ValueError(
-            f"data: no {split} record fits data.seq_len={cfg.seq_len}: set "
-            "data.records.too_long=truncate"
+            f"no {split} record fits data.seq_len={cfg.seq_len}: set data.records.too_long=truncate"
         )
     lengths = fitted.stops - fitted.starts
     first = _next_fit(lengths, cfg.seq_len) if cfg.records.pack else np.arange(len(lengths) + 1)

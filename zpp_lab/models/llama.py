@@ -95,10 +95,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, Tensor | None]:
         if torch.is_grad_enabled():  # create_graph=True turns it on here
-            raise RuntimeError(
-                "second-order gradients need every activation: set "
-                "model.checkpoint_activations=false"
-            )
+            raise RuntimeError("second-order gradients: set model.checkpoint_activations=false")
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             h, g = ctx.until_last(x)

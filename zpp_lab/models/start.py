@@ -133,8 +133,7 @@ def _opened(path: Path) -> dict[str, Place]:
             pointer = file.read(20).startswith(b"version https://git")
         fix = "git lfs pull fetches what it points to" if pointer else "download it again"
         raise ValueError(
-            f"{path} ({path.stat().st_size:,} bytes) is not a complete safetensors file "
-            f"({error}): {fix}"
+            f"{path} ({path.stat().st_size:,} bytes) is no whole safetensors file ({error}): {fix}"
         ) from None
 
 

@@ -55,10 +55,7 @@ class Facts:
     def misfit(self, digest: str, capability: tuple[int, int]) -> str | None:
         """Say why it cannot serve these sources, this torch and a GPU of `capability`, or None."""
         if self.digest != digest:
-            return (
-                "it was built from other sources than this zpp_lab's, whose digest is "
-                f"{digest[:12]}"
-            )
+            return f"it was built from other sources than this zpp_lab's (digest {digest[:12]})"
         if Version(torch.__version__).release < Version(self.torch).release:
             return f"it needs torch {self.torch} or newer, not {torch.__version__}"
         own, cuda = Version(self.cuda).major, torch.version.cuda

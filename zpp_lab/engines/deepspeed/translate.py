@@ -149,8 +149,7 @@ class _Reading:
         frozen = self._flag(f"{_ZERO}zero_quantized_nontrainable_weights")
         if frozen:
             self.made.left.append(
-                "zero_quantized_nontrainable_weights: for adapters lora=q4 keeps the frozen base "
-                "encoded"
+                "zero_quantized_nontrainable_weights: lora=q4 keeps the frozen base encoded"
             )
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"{self.path}: zero_optimization.stage={stage}: use 0 to 3")
@@ -331,8 +330,7 @@ class _Reading:
         decay = self._number("optimizer.params.weight_decay", 0.01 if torch_adam else 0.0)
         if decay:
             self.made.notes.append(
-                "weight_decay: applied only to matrices here; DeepSpeed applies it to all "
-                "parameters it is given"
+                "weight_decay: of matrices only here; of all parameters in DeepSpeed"
             )
         if "optimizer.params.lr" not in self.auto:
             self.lr = lr
