@@ -165,8 +165,8 @@ class Reduce:
         if kept is None:
             kernels.encode(layout, grads, noise, room, errors)
         else:
-            looked = observer is not None and observer.looks
-            grads = memory.encode(layout, grads, noise, room, errors, kept, looked)
+            observed = observer is not None and observer.looks
+            grads = memory.encode(layout, grads, noise, room, errors, kept, observed)
         if observer is None:
             return
         observer.encoded(wire, layout, errors)
@@ -200,8 +200,8 @@ class Reduce:
         elif kept is None:
             kernels.encode_sums(first, second, sums, noise, room)
         if kept is not None:
-            looked = observer is not None
-            sums = memory.encode_sums(first, second, sums, noise, room, kept, looked)
+            observed = observer is not None
+            sums = memory.encode_sums(first, second, sums, noise, room, kept, observed)
             first = memory.between(first, second)
         if observer is not None:
             flat = kernels.finish_sums(first, sums)

@@ -147,14 +147,14 @@ def encode(
     out: Tensor,
     errors: Tensor | None,
     kept: Remembered,
-    looked: bool = True,
+    observed: bool = True,
 ) -> list[Tensor]:
     """Encode sources with their residuals, and store the next ones.
 
-    Returns what was encoded where `looked`: fp32 [R, n] of a parameter with a residual, the others
-    as given. `errors` compares with that too.
+    Returns what was encoded if `observed`: fp32 [R, n] of a parameter with a residual, others as
+    given. `errors` compares with that too.
     """
-    if errors is None and not looked and _in_one_pass(None, layout, kept, out):
+    if errors is None and not observed and _in_one_pass(None, layout, kept, out):
         encode_in_one_pass(None, layout, sources, noise, out, kept)
         return []
     given, rows = list(sources), len(out)
@@ -185,16 +185,16 @@ def encode_sums(
     noise: Noise | None,
     out: Tensor,
     kept: Remembered,
-    looked: bool = True,
+    observed: bool = True,
 ) -> Tensor:
     """Encode sums of a hop with their residuals, and store the next ones.
 
-    Returns what was encoded where `looked`: fp32 [R, n] with the segments of `between(before,
+    Returns what was encoded where `observed`: fp32 [R, n] with the segments of `between(before,
     layout)`, in whose domain each residual lies.
     """
     held = between(before, layout)
     given = _in_domain(before, held, sums)
-    if not looked and _in_one_pass(held, layout, kept, out):
+    if not observed and _in_one_pass(held, layout, kept, out):
         encode_in_one_pass(held, layout, [given], noise, out, kept)
         return given
     parts = [sums_of(given, segment) for segment in held.segments]

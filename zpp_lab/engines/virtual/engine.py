@@ -15,7 +15,7 @@ of the forward's after it, as a second gather would bring them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ from zpp_lab.models.loss import token_scores
 
 class VirtualEngine(Engine):
     """Trains `model` (fp32, on its device) as `plan` says. The model's parameters become the
-    gathered weights in `param_dtype`; the fp32 master weights are kept beside them."""
+    gathered weights in `param_dtype`; the fp32 master weights are separate."""
 
     def __init__(self, model: nn.Module, plan: Plan, config: Config) -> None:
         self.model, self.plan, self.config = model, plan, config
@@ -78,7 +78,7 @@ class VirtualEngine(Engine):
         self._follow()
 
     def _store_base(self) -> Marks:
-        """Put what every rank would decode of a frozen base in its place, for good."""
+        """Replace a frozen base by what every rank would decode of it, for good."""
         marks, world = {}, self.cluster.world
         for segment in (s for u in self.plan.units for s in u.stored.segments):
             p = self.weights[segment.name]
@@ -92,7 +92,7 @@ class VirtualEngine(Engine):
         return Memories(self.plan.memories, range(self.cluster.world))
 
     def _make_buffers(self) -> None:
-        """What gathers encode, at places that stay."""
+        """Allocate what gathers encode, at places that stay."""
         dtype = DTYPES[self.config.train.param_dtype]
         self.sources = {n: p.detach() for n, p in self.master.items()}  # in param_dtype
         self.stale = self.plan.recipe.kept  # whether `sources` have still to be kept
@@ -110,11 +110,11 @@ class VirtualEngine(Engine):
         self._follow()
 
     def _plan_at(self, done: int) -> Plan:
-        """Of the step after `done` steps."""
+        """Return the plan of the step after `done` steps."""
         return self.plans[max(first for first in self.plans if first <= done)]
 
     def _follow(self) -> None:
-        """Make what every step under this plan writes anew, at places that stay."""
+        """Allocate what every step under this plan writes, at places that stay."""
         own = [s.name for u in self.plan.units if u.own_backward for s in u.live(BACKWARD).segments]
         self.reductions = [
             Reduction(unit, self.device, self.ledger, self.memories)
@@ -137,7 +137,7 @@ class VirtualEngine(Engine):
         self._start(step)
         watch = Watch(ErrorSums() if telemetry else None)
         losses, grads = self._gradients(step, batches, watch)
-        norm = self._norm(grads)
+        norm = total_norm(rank_squares(grads, self.plan, self.device))
         if not bool(torch.isfinite(norm)):
             self._explain(step, batches)
         self._check_bytes()
@@ -158,7 +158,7 @@ class VirtualEngine(Engine):
         return telemetry(*errors.by_rank())
 
     def _gradients(self, step: int, batches: Batches, watch: Watch) -> tuple[Tensor, Grads]:
-        """Losses, fp64 [micro-steps, W], and the mean gradient, fp32 and whole."""
+        """Return losses, fp64 [micro-steps, W], and the mean gradient, fp32 and whole."""
         self.memories.start(step)
         self._gather_both(step, watch)
         shape = (self.plan.micro_steps, self.cluster.world)
@@ -190,8 +190,9 @@ class VirtualEngine(Engine):
         return losses, total
 
     def _reductions(self) -> list[list[tuple[int, int]]]:
-        """The turns of each reduction: ranks with their micro-steps, in the order of sums."""
-        ranks, micros = self._ranks(), range(self.plan.micro_steps)
+        """Return each reduction's turns: ranks with their micro-steps, in the order of sums."""
+        ranks, micros = range(self.cluster.world), range(self.plan.micro_steps)
+        ranks = ranks if self.plan.recipe.config.order == "rank" else ranks[::-1]
         if self.plan.accumulate_last:
             return [[(rank, micro) for rank in ranks for micro in micros]]
         if not self.plan.recipe.node_sums:
@@ -200,12 +201,8 @@ class VirtualEngine(Engine):
         nodes = [ranks[i : i + each] for i in range(0, len(ranks), each)]
         return [[(rank, micro) for node in nodes for micro in micros for rank in node]]
 
-    def _ranks(self) -> Sequence[int]:
-        ranks = range(self.cluster.world)
-        return ranks if self.plan.recipe.config.order == "rank" else ranks[::-1]
-
     def _backward(self, *batch: Tensor) -> tuple[Tensor, PassUse]:
-        """One rank's forward and backward: a `Pass` of passes.py."""
+        """Run one rank's forward and backward: a `Pass` of passes.py."""
         self.usage.start()
         loss: Tensor = self.model(*batch)
         self._load(self.backward)  # the weights that backward gathers, where they differ
@@ -219,7 +216,7 @@ class VirtualEngine(Engine):
             torch._foreach_copy_(into, list(values.values()))
 
     def _accumulate(self, local: Grads, grads: Grads) -> Grads:
-        """Several micro-steps of a rank add up in reduce_dtype."""
+        """Add several micro-steps of a rank in reduce_dtype."""
         for name, grad in grads.items():
             if name in local:
                 local[name] += grad
@@ -233,9 +230,6 @@ class VirtualEngine(Engine):
             shape = self.master[name].shape
             whole = rows.flatten()[: shape.numel()].view(shape)
             total[name] = total[name] + whole if name in total else whole
-
-    def _norm(self, grads: Grads) -> Tensor:
-        return total_norm(rank_squares(grads, self.plan, self.device))
 
     def _update(self, grads: Grads, lr: float, step: int) -> None:
         set_rate(self.optimizer, lr)
@@ -277,8 +271,8 @@ class VirtualEngine(Engine):
                     watch.weights(step, wire, layout, outs, world)
 
     def _start(self, done: int) -> None:
-        """Keep the weights after `done` steps, before the first step and after another state was
-        loaded."""
+        """Replicate the weights after `done` steps before the first step, and after loading a
+        state."""
         if not self.stale:
             return
         self.stale = False
@@ -288,7 +282,7 @@ class VirtualEngine(Engine):
 
     @torch.no_grad()
     def _keep(self, done: int, watch: Watch) -> None:
-        """Send the new weights between nodes, after `done` steps: as the last of them did."""
+        """Send the new weights between nodes after `done` steps, under the last step's plan."""
         ranks = range(self.cluster.world)
         noise = Noise.of_owners(self.seed, done, UPDATE, ranks)
         for unit in self._plan_at(max(0, done - 1)).units:
@@ -304,7 +298,7 @@ class VirtualEngine(Engine):
             kernels.decode(layout, payload, kept, differences)
 
     def _round_sources(self) -> None:
-        """Master weights in param_dtype, which is what gets encoded."""
+        """Round master weights to param_dtype, which is encoded."""
         masters = {n: p.detach() for n, p in self.master.items()}
         if self.config.train.param_dtype == "fp32" and not self.plan.recipe.kept:
             self.sources = masters
@@ -319,7 +313,7 @@ class VirtualEngine(Engine):
             )
 
     def _passes(self) -> tuple[PassUse, ...]:
-        """What each micro-step of the last step ran."""
+        """Return what each micro-step of the last step ran."""
         return tuple(self.used[m] for m in sorted(self.used))
 
     def _check_bytes(self) -> None:
@@ -335,7 +329,7 @@ class VirtualEngine(Engine):
     # ------------------------------------------------------------------ the rest
 
     def _explain(self, step: int, batches: Batches) -> None:
-        """The step is a pure function of the state: run it again and look at every value."""
+        """Repeat the step, a pure function of the state, and check every value."""
         self._gradients(step, batches, Watch(check=True))
         raise NonFiniteError(step, "the gradient norm overflowed although every gradient is finite")
 
@@ -363,7 +357,8 @@ class VirtualEngine(Engine):
         }
 
     def _remembered(self) -> dict[str, Tensor]:
-        """What nodes keep of the parameters that travel as differences: no master tells it."""
+        """Return nodes' replicas of the parameters that travel as differences: masters do not
+        determine them."""
         self._start(0)
         return {name: self.sources[name] for unit in self.plan.units for name in unit.remembered}
 

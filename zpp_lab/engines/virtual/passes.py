@@ -2,7 +2,7 @@
 
 On a GPU a rank's pass is hundreds of small kernels, and starting them one by one can take longer
 than running them. So the pass is captured in a CUDA graph once and replayed for every rank. A
-small model also leaves most of the GPU idle: then several lanes take the ranks in turn, each with
+small model also leaves most of the GPU idle: then several streams take the ranks in turn, each with
 a graph, a stream, inputs, activations and gradients of its own. A pass runs the same kernels in
 the same order either way, and gradients are handed out rank by rank, so no bit depends on it.
 """
@@ -25,8 +25,8 @@ Grads = dict[str, Tensor]
 Pass = Callable[..., tuple[Tensor, PassUse]]
 
 WARM_UP = 2  # passes before a capture: libraries start, tables are made
-SMALL = 1e12  # floating-point operations of a pass below which lanes run side by side
-LANES = 4
+SMALL = 1e12  # floating-point operations of a pass below which streams run side by side
+STREAMS = 4
 
 
 class Passes:
@@ -35,18 +35,18 @@ class Passes:
     def __init__(
         self, run: Pass, weights: Mapping[str, nn.Parameter], config: EngineConfig, lanes: int
     ) -> None:
-        """`lanes`: side by side at most; 0 lets the size of a pass decide."""
+        """Take a pass. `lanes`: streams that run at most at a time; 0: by the size of a pass."""
         self.run, self.weights, self.config, self.count = run, weights, config, lanes
         self.device = next(iter(weights.values())).device
-        self.lanes: list[Lane] = []
+        self.captured: list[Captured] = []
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # streams and graphs belong to the current device
 
     def each(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Grads, PassUse]]:
-        """Loss, gradients by name and units of each batch, in turn.
+        """Yield loss, gradients by name and units of each batch, in turn.
 
-        Tensors may be overwritten when the next one is asked for. Parameters that got no gradient
-        are left out.
+        Tensors may be overwritten when the next one is asked for. Parameters without a gradient are
+        left out.
         """
         if self.device.type != "cuda":
             yield from (self._eager(batch) for batch in batches)
@@ -60,40 +60,36 @@ class Passes:
         return loss, take_grads(self.weights), use
 
     def _replayed(self, batches: list[Batch]) -> Iterator[tuple[Tensor, Grads, PassUse]]:
-        if not self.lanes or self.lanes[0].shape != _shape(batches[0]):
+        if not self.captured or self.captured[0].shape != _shape(batches[0]):
             self._capture(batches[0])
         main = torch.cuda.current_stream()
-        for lane in self.lanes:
-            lane.stream.wait_stream(main)  # for the weights and the batches
+        for one in self.captured:
+            one.stream.wait_stream(main)  # for the weights and the batches
         for i, batch in enumerate(batches):
-            lane = self.lanes[i % len(self.lanes)]
-            lane.replay(batch)
-            main.wait_stream(lane.stream)
-            yield lane.loss, lane.grads, lane.use
-            lane.free.record(main)  # what reads the gradients has been started by now
+            one = self.captured[i % len(self.captured)]
+            one.replay(batch)
+            main.wait_stream(one.stream)
+            yield one.loss, one.grads, one.use
+            one.free.record(main)  # what reads the gradients has been started by now
 
     def _capture(self, batch: Batch) -> None:
-        self.lanes = []  # gives the memory of other shapes back
-        self.lanes = [Lane(self.run, self.weights, batch) for _ in range(self._lanes(batch))]
-
-    def _lanes(self, batch: Batch) -> int:
-        if self.count:
-            return self.count
+        self.captured = []  # gives the memory of other shapes back
         work = 6 * sum(p.numel() for p in self.weights.values()) * batch[0].numel()
-        return LANES if work < SMALL else 1
+        count = self.count or (STREAMS if work < SMALL else 1)
+        self.captured = [Captured(self.run, self.weights, batch) for _ in range(count)]
 
     def _upload(self, batches: Iterable[Batch]) -> list[Batch]:
-        """All batches on the device, in one copy that the host does not wait for."""
+        """Copy all batches to the device at once, without waiting."""
         sides = zip(*batches, strict=True)
         each = [torch.stack(side).pin_memory().to(self.device, non_blocking=True) for side in sides]
         return list(zip(*each, strict=True))
 
 
-class Lane:
+class Captured:
     """One captured pass: replays it on batches of one shape, on a stream of its own."""
 
     def __init__(self, run: Pass, weights: Mapping[str, nn.Parameter], batch: Batch) -> None:
-        """ValueError, naming the fix, when the model cannot be captured."""
+        """Capture the pass; ValueError, naming the fix, when that is impossible."""
         self.shape = _shape(batch)
         self.inputs = tuple(t.clone() for t in batch)
         self.stream, self.free = torch.cuda.Stream(), torch.cuda.Event()
@@ -128,7 +124,7 @@ class Lane:
 
 
 def take_grads(weights: Mapping[str, nn.Parameter]) -> Grads:
-    """Gradients by name; the parameters keep none."""
+    """Return gradients by name, and remove them from the parameters."""
     grads = {name: p.grad for name, p in weights.items() if p.grad is not None}
     for p in weights.values():
         p.grad = None

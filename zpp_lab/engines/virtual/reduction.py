@@ -36,7 +36,7 @@ class Reduction:
     def __init__(
         self, plan: UnitPlan, device: torch.device, ledger: Ledger, memories: Memories | None = None
     ) -> None:
-        """`memories`: of all ranks; None: they remember nothing."""
+        """Prepare for a plan's unit. `memories`: residuals of all ranks; None: without."""
         self.memories = memories or Memories({}, ())
         self.plan, self.recipe, self.cluster = plan, plan.recipe, plan.recipe.cluster
         self.device, self.ledger = device, ledger
@@ -50,11 +50,11 @@ class Reduction:
         self.start((0, 0), 1, Watch())
 
     def start(self, key: tuple[int, int], times: int, watch: Watch) -> None:
-        """Begin a reduction at this seed and step, to which each rank comes so many times."""
+        """Begin a reduction at this seed and step, to which each rank comes `times` times."""
         self.key, self.times, self.watch, self.added = key, times, watch, 0
 
     def add(self, rank: int, micro: int, grads: Mapping[str, Tensor]) -> None:
-        """One rank's gradients by name; parameters without one are left out, by all ranks."""
+        """Add one rank's gradients by name; parameters without one are left out, by all ranks."""
         self.micro = micro
         names = tuple(p.name for p in self.plan.unit.parameters if p.name in grads)
         if not self.added:
@@ -73,8 +73,8 @@ class Reduction:
             self._end_node(rank // self.cluster.gpus_per_node)
 
     def mean(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The sums over all ranks, rounded to `dtype` and divided there: fp32 [W, n] by name,
-        padding rows included. Tensors of the caller's own."""
+        """Return the sums over all ranks, rounded to `dtype` and divided there: fp32 [W, n] by
+        name, padding rows included. Tensors of the caller's own."""
         assert self.added == self.cluster.world * self.times
         if not self.layouts:
             return {n: (g.float().to(dtype) / 1).float() for n, g in self.alone.items()}
@@ -87,7 +87,8 @@ class Reduction:
         return _columns(last, (flat / self.cluster.world).float())
 
     def _returned(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Third hop: local rank l sends what came of part l to its neighbours, in every node."""
+        """Do the third hop: local rank l sends part l of the sums to its neighbours, in every
+        node."""
         _, second, third = self.layouts
         wire, rows = self.recipe.hops[2], range(self.cut)
         key = noise_key(*self.key, self.micro, wire)
@@ -102,7 +103,7 @@ class Reduction:
         return {s.name: (out / self.cluster.world).float() for s, out in pairs}
 
     def _prepare(self, names: tuple[str, ...]) -> None:
-        """Sums of zeros for these parameters; every parameter without a gradient drops out."""
+        """Zero the sums for these parameters; parameters without a gradient drop out."""
         if names == self.names:
             for sums in self.sums:
                 sums.zero_()
@@ -127,13 +128,13 @@ class Reduction:
         if kept is None:
             kernels.encode(layout, grads, noise, payload, errors)
         else:
-            memory.encode(layout, grads, noise, payload, errors, kept, looked=False)
+            memory.encode(layout, grads, noise, payload, errors, kept, observed=False)
         self.watch.encoded(wire, self.micro, own, layout, errors)
         self._check(wire, layout, payload, rank)
 
     def _end_node(self, node: int) -> None:
-        """Second hop: local rank l of the node sends its sum of shard (m, l) to node m, or that of
-        shard l to all of them."""
+        """Do the second hop: local rank l of the node sends its sum of shard (m, l) to node m, or
+        that of shard l to all of them."""
         first, second = self.layouts[:2]
         local, payload = self.cluster.gpus_per_node, self.payloads[1]
         senders = [node * local + row % local for row in range(self.cut)]
@@ -143,8 +144,8 @@ class Reduction:
             kernels.encode_sums(first, second, sums, self._noise(wire, senders), payload)
         else:
             noise = self._noise(wire, senders)
-            looked = self.watch.looks
-            sums = memory.encode_sums(first, second, sums, noise, payload, kept, looked)
+            observed = self.watch.looks
+            sums = memory.encode_sums(first, second, sums, noise, payload, kept, observed)
             first = memory.between(first, second)
         if self.watch.looks:
             rows = list(_columns(first, kernels.finish_sums(first, sums)).values())
@@ -158,7 +159,7 @@ class Reduction:
         return Noise(key, tuple(ranks), tuple(range(self.cut)))
 
     def _check(self, wire: Wire, layout: Layout, payload: Tensor, rank: int) -> None:
-        """Look at every value that the payload brings."""
+        """Check every value that the payload brings."""
         if not self.watch.check:
             return
         sums = torch.zeros(payload.shape[0], layout.coded_numel, device=self.device)
@@ -168,12 +169,12 @@ class Reduction:
 
 
 def _columns(layout: Layout, flat: Tensor) -> dict[str, Tensor]:
-    """[W, numel] → [W, n] of each segment by name, as views."""
+    """Cut [W, numel] into [W, n] of each segment by name, as views."""
     return {s.name: flat[:, s.offset_numel : s.offset_numel + s.numel] for s in layout.segments}
 
 
 def together(units: Iterable[UnitPlan], limit: int = TOGETHER) -> list[UnitPlan]:
-    """Neighbouring units joined as long as they have at most `limit` elements."""
+    """Join neighbouring units as long as they have at most `limit` elements."""
     joined: list[UnitPlan] = []
     for unit in units:
         if joined and _numel(joined[-1]) + _numel(unit) <= limit:
