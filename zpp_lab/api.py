@@ -224,8 +224,7 @@ def _recipe(given: RecipeConfig | Mapping[str, Any] | Path | str) -> RecipeConfi
 
 
 def _own_dtype(model: nn.Module) -> Dtype:
-    """Return the dtype of the model's floating-point parameters. ValueError where they have
-    several, or one in which weights cannot travel."""
+    """Return the dtype of the model's floating-point parameters; ValueError without a valid one."""
     found: dict[torch.dtype, str] = {}
     for name, p in model.named_parameters():
         if p.is_floating_point():
@@ -258,8 +257,7 @@ def _phases(config: RecipeConfig, steps: int | None) -> list[tuple[int, RecipeCo
 
 
 def _summary(plan: Plan, param_dtype: Dtype, reduce_dtype: Dtype) -> str:
-    """Describe what a step sends over each wire and its quantized share, how the model is sharded,
-    and its dtypes; of several phases the first."""
+    """Describe what a step of the first phase sends, how the model is sharded, and its dtypes."""
     config, cluster = plan.recipe.config, plan.recipe.cluster
     names = ("weights", "gradients", "optimizer")
     over: dict[str, list[str]] = {}

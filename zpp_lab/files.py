@@ -127,8 +127,8 @@ def read_text(path: Path, fix: str = RESTORE) -> str:
 
 
 def parse_json(path: Path, fix: str = RESTORE, once: bool = False) -> Any:
-    """Parse a JSON file. OSError, or ValueError that names the file and `fix`. `once`: refuse a
-    second equal name in a mapping."""
+    """Parse a JSON file. OSError, or ValueError that ends with `fix`. `once`: refuse equal
+    names."""
     text = read_text(path, fix)
     try:
         return json.loads(text, object_pairs_hook=named_once if once else None)
@@ -408,8 +408,7 @@ def _taken_within(file: IO[str], seconds: float) -> bool:
 
 
 def _taken(file: IO[str], how: int, quiet: bool = False) -> bool:
-    """Return whether this process has the lock now, or there are none, which stderr is told unless
-    `quiet`. OSError names the file."""
+    """Return whether this process has the lock now, or there are none, which it prints."""
     try:
         fcntl.flock(file, how)
     except BlockingIOError:
@@ -427,9 +426,9 @@ def _taken(file: IO[str], how: int, quiet: bool = False) -> bool:
 
 
 def at_work(folder: Path, patience: float = 0.0, more: str = "") -> AbstractContextManager[None]:
-    """Hold a run's folder, created where it is missing, and removed again where a mistake
-    (ValueError, OSError) came before the run. ValueError, which ends with `more`, when another
-    process still has it after `patience` seconds."""
+    """Hold a run's folder, created if missing, and removed if a mistake (ValueError, OSError)
+    came before the run. ValueError, which ends with `more`, when it is taken after `patience`
+    seconds."""
     otherwise = "a run is active here already; wait for it or stop it, or set another run.dir"
     return _alone(folder, otherwise + more, patience)
 

@@ -55,8 +55,7 @@ def _error_sums(codec: Codec, x: Tensor, payload: Tensor) -> Tensor:
 
 
 def _terms(x: Tensor, y: Tensor) -> Tensor:
-    """Return the terms of the first seven SUMS, fp64 [7, R, n]. Written in place, one by one:
-    together they are 56 bytes an element."""
+    """Return the terms of the first seven SUMS, fp64 [7, R, n], 56 bytes an element."""
     terms = torch.empty(7, *x.shape, dtype=torch.float64, device=x.device)
     a, b = x.double(), y.double()
     error = torch.sub(b, a, out=terms[4])

@@ -60,6 +60,5 @@ def total_norm(partials: Tensor) -> Tensor:
 
 
 def clip_factor(norm: Tensor, clip: float) -> Tensor:
-    """Return clip / (norm + 1e-6), at most 1, an fp32 scalar (as
-    torch.nn.utils.clip_grad_norm_)."""
+    """Return clip / (norm + 1e-6), at most 1, an fp32 scalar, as torch's clip_grad_norm_."""
     return (clip / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)

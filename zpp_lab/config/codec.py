@@ -96,8 +96,7 @@ class CodecConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     def over(self, base: CodecConfig) -> CodecConfig:
-        """Return these settings, with those of `base` where one is None. `keep` belongs to one
-        codec: another one does not take it over."""
+        """Return these settings over those of `base`, of which another codec takes no `keep`."""
         merged = _over(self, base)
         if self.codec not in (None, base.codec):
             merged["keep"] = self.keep
@@ -181,7 +180,8 @@ def check_block(bits: int, block_size: int, hadamard: int, random_signs: bool | 
     need(block_size in BLOCK_SIZES, f"block_size={block_size}: use a power of two, {BLOCK_SIZES}")
     sizes, wide = HADAMARD_SIZES, f"hadamard={hadamard}"
     need(not random_signs or hadamard > 0, f"random_signs=true needs hadamard: use one of {sizes}")
-    need(hadamard <= block_size, f"{wide}: block_size={block_size} is smaller; use larger blocks")
+    over = f"{wide} above block_size={block_size}: use a block at least as wide"
+    need(hadamard <= block_size, over)
     need(hadamard in (0, *sizes), f"{wide}: use 0 (off) or one of {sizes}")
 
 

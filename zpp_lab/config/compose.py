@@ -73,8 +73,7 @@ OWNERS = {  # settings that only this engine or model heeds; of others `Config` 
 
 
 def _micro_steps(tokens: int, *, _root_: DictConfig) -> int:
-    """Resolve ${micro_steps:TOKENS} of an experiment: the micro-steps by which a step has so many
-    tokens, for any cluster and batch of a GPU."""
+    """Resolve ${micro_steps:TOKENS}: the micro-steps by which a step has so many tokens."""
     cluster, train = _root_.cluster, _root_.train
     ranks = cluster.nodes * cluster.gpus_per_node
     each = ranks * train.batch_size * _root_.data.seq_len
@@ -167,9 +166,8 @@ _files = lru_cache(maxsize=64)(_by_hydra)
 
 
 def _check_heeded(composed: DictConfig, overrides: Sequence[str]) -> None:
-    """ValueError for a setting without effect: of another engine or model, or a beta2 next to
-    its half-life. Behind ++ one of another engine passes: several engines may get the same
-    overrides."""
+    """ValueError for a setting without effect: of another engine or model, or a beta2 next to its
+    half-life. Behind ++ one of another engine passes."""
     given = {override.partition("=")[0] for override in overrides}
     for name in sorted(name[1:] for name in given if re.fullmatch(r"~\w+", name)):
         if name in {field.name for field in fields(Config)}:
@@ -242,8 +240,7 @@ def explain(error: Exception, overrides: list[str]) -> str:
 
 
 def _misfit(override: Override) -> str:
-    """Say what to write where an override's value has another type than its setting, such as a
-    mapping for a list; "" where it fits."""
+    """Say what an override whose value has another type than its setting should be, or ""."""
     *parents, last = override.key_or_group.split(".")
     if places := [i for i, part in enumerate([*parents, last]) if part.isdigit()]:
         whole = ".".join(parents[: places[0]])

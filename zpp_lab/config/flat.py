@@ -49,8 +49,7 @@ _BEGINS = ("run.start_from", "run.memory")
 
 def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
     """Return every setting of `config` by its dotted name. One that a stored mapping lacks has
-    today's default, which is how runs were before the choice; a removed one without effect is left
-    out."""
+    today's default, as runs then behaved; a removed one without effect is left out."""
     if isinstance(config, Config):
         return _completed(flatten(asdict(config)), "recipe.")
     stored = {k: v for k, v in flatten(_settings(config)).items() if not outdated(k, v)}
@@ -122,8 +121,7 @@ def _changed(value: Any, default: Any) -> Any:
 
 
 def carried(config: Config) -> str:
-    """Describe in a line what the wires carry: equal ones together, raw ones left out. What a rule
-    brings begins with the rule's parameters."""
+    """Describe in a line what the wires carry: equal ones together, raw ones left out."""
     groups: dict[str, list[str]] = {}
     for wire in config.recipe.wires:
         for i, sent in enumerate(_sent(config.recipe, wire)):

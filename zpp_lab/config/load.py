@@ -22,8 +22,7 @@ T = typing.TypeVar("T")
 
 @dataclass(frozen=True)
 class Removed:
-    """A setting of former versions. kept: values without effect, which files may hold; None:
-    all."""
+    """A setting of former versions. kept: values without effect, still valid; None: all."""
 
     when: str
     instead: str
@@ -284,8 +283,7 @@ def quote(value: str) -> str:
 
 
 def from_home(override: str) -> str:
-    """Expand ~ in `name=~/x`, which no shell expands behind a name and Hydra cannot read; other
-    overrides are returned unchanged."""
+    """Expand ~ in `name=~/x`, which no shell expands there and Hydra cannot read."""
     name, mark, value = override.partition("=")
     bare = value.strip("\"'")
     if not mark or not (bare == "~" or bare.startswith("~/")) or "," in bare:

@@ -78,8 +78,7 @@ def listed(
 
 
 def check_own(option: str, path: Path, mark: str) -> None:
-    """ValueError, before the work, when `path` exists and does not contain `mark` near its
-    beginning, so this command did not write it."""
+    """ValueError when `path` exists without `mark` near its beginning: not the command's own."""
     if path.is_file() and path.stat().st_size:
         with path.open("rb") as file:
             begins = file.read(_BEGINNING)

@@ -176,8 +176,7 @@ class RecipeConfig:
 
     @property
     def kept(self) -> bool:
-        """Whether weights are node-replicated while the optimizer is sharded over the world, so
-        that there is a fifth wire, `weights_update`."""
+        """Whether node-replicated weights have a fifth wire, `weights_update`."""
         weights, _, optimizer = self.parts
         whole = weights == "none" and self.sharding.update == "differences"
         return optimizer == "world" and (weights == "node" or whole)
@@ -335,8 +334,7 @@ def _apart(one: Part, other: Part) -> int:
 
 
 def _check_memory(wire: Wire, remembered: list[CodecConfig]) -> None:
-    """ValueError where a residual would have nothing to do. `remembered`: those of a wire's own
-    settings and of rules that ask for one."""
+    """ValueError where one of the residuals `remembered` would have nothing to do."""
     residual = "memory.kind=residual"
     _need(
         not remembered or WIRES[wire].residual,

@@ -230,8 +230,7 @@ class ChatTemplate:
     def _switched(
         self, turns: Sequence[Turn], tools: list[Any] | None, marks: list[bool], on: list[bool]
     ) -> list[bool]:
-        """Return `marks` without those of turns that are off. The spans that a turn adds are its
-        own."""
+        """Return `marks` without those of turns that are off; a turn owns the spans it adds."""
         stretches = _stretches(marks)
         before, own = 0, list(marks)
         for i in self._answers(turns):

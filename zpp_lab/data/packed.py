@@ -30,8 +30,7 @@ IGNORED = -100  # a target that the loss does not count
 @dataclass(frozen=True)
 class Fit:
     """Records that fit a sequence. records: int64 [n], places in the split; starts, stops: int64
-    [n], the used part of each among the split's tokens; counted: int64 [n], tokens of
-    completions."""
+    [n], the used part of each among the split's tokens; counted: int64 [n], completion tokens."""
 
     records: np.ndarray
     starts: np.ndarray

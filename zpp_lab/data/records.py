@@ -79,8 +79,7 @@ class RecordCorpus:
             yield name, "".join(part.text for part in parts).encode(errors="replace")
 
     def records(self, found: Findings | None = None) -> Iterator[tuple[str, list[Part]]]:
-        """Yield (file:line, parts). ValueError names the file and the line of an invalid record.
-        `found` collects notes for the user."""
+        """Yield (file:line, parts); ValueError names both. `found` collects notes for users."""
         found = found or Findings()
         for file, (name, content) in zip(self.files.files, self.files.documents(), strict=True):
             lines = content.split(b"\n")

@@ -146,8 +146,8 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _rows_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's target log-probability, its largest logit and the logarithm of the sum of
-    exp(logit - largest), fp32 [N] each."""
+    """Return each row's target log-probability, largest logit, and log of sum exp(logit -
+    largest)."""
     vocab = logits.shape[1]
     if _known_order(vocab, logits.dtype, logits.device):
         return _log_probs(logits, targets)

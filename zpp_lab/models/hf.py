@@ -47,10 +47,10 @@ Build = Callable[[Any], nn.Module]
 
 
 def check_causal(settings: Any, layers: str, build: Build) -> None:
-    """ValueError where the model that build(settings) makes, on the meta device, sees later tokens.
+    """ValueError where the model of build(settings), on the meta device, sees later tokens.
 
-    layers: its ModuleList. Where that cannot be found out, a line on stderr says so. Each model is
-    checked once in a process.
+    layers: its ModuleList. Prints a line where that cannot be found out. Each model is checked
+    once.
     """
     kind: Any = type(settings)
     _check(kind, settings.to_json_string(use_diff=False), layers, build)
@@ -271,8 +271,7 @@ def _config_at(library: Any, path: str) -> Any:
 
 
 def find_units(model: nn.Module, named: str | None) -> list[tuple[str, nn.Module]]:
-    """Return the modules of the ModuleList called `named`; without a name, of the one with most
-    weights.
+    """Return the modules of the ModuleList called `named`, or of the one with most weights.
 
     That list is the decoder's layers in every decoder-only model; lists inside a layer (experts)
     hold fewer.
@@ -379,8 +378,7 @@ def _adapted(
 
 
 def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a block again in backward, inside the unit's hooks, so that whoever wraps the unit
-    gathers its weights once a pass."""
+    """Run a block again in backward, inside the unit's hooks, which gather once a pass."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -265,8 +265,7 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """torch's, without first values on the meta device: drawing them there would draw nothing, but
-    load torch's compiler, for seconds."""
+    """torch's, without first values on the meta device, which would load torch's compiler."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:

@@ -192,8 +192,7 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
 def _logit_grads(
     hidden: Tensor, head: Tensor, targets: Tensor, grad: Tensor, z_loss: float
 ) -> Tensor:
-    """Return ((1 + 2 · z_loss · logsumexp) · softmax - one-hot of the target) · grad, [C,
-    vocab]."""
+    """Return ((1 + 2 · z_loss · logsumexp) · softmax - target one-hot) · grad, [C, vocab]."""
     grad = grad.masked_fill(targets == IGNORED, 0.0)
     logits = F.linear(hidden, head)
     made = torch.softmax(logits, -1, dtype=torch.float32)

@@ -201,8 +201,7 @@ def fill(
     local: Callable[[Tensor], Tensor],
     skip: Set[str] = frozenset(),
 ) -> None:
-    """Fill each parameter's local tensor, but those in `skip`, with its `rows` of the whole
-    shape."""
+    """Fill each parameter's local tensor, but those in `skip`, with its `rows` of the whole."""
     for name, p in model.named_parameters():
         if name in skip:
             continue

@@ -225,8 +225,7 @@ def _say_passed(passed: Path | None, path: Path, rank: int) -> None:
 
 
 def _begin_with(config: Config, engine: Engine, store: Checkpoints, named: str, path: Path) -> None:
-    """Load weights and optimizer of any engine and cluster; steps count from 0. path: a checkpoint,
-    or as `model.start` a run's folder."""
+    """Load the state in `path`, a checkpoint or a run's folder; steps count from 0."""
     try:
         if (path / "checkpoints").is_dir():
             saved = _newest(named, path, store)

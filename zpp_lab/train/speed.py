@@ -38,8 +38,7 @@ PEAKS = (
 
 
 def peak_flops(gpu: str) -> float | None:
-    """Return the FLOP/s of dense bf16 products of a whole GPU by torch's name for it; None for an
-    unknown one, and for a part of one."""
+    """Return the FLOP/s of dense bf16 products by torch's name of a GPU; None if unknown."""
     name = gpu.removeprefix("NVIDIA ")
     if "MIG" in name:
         return None
@@ -56,8 +55,7 @@ class Work:
 
 
 def block_work(unit: UnitPlan, config: Config) -> Work:
-    """Count the FLOPs of a unit of decoder blocks. Frozen weights need no gradients of their
-    own."""
+    """Count the FLOPs of a unit of decoder blocks. Frozen weights have no gradients."""
     tokens = config.train.batch_size * config.data.seq_len
     matrices = [p for p in unit.unit.parameters if len(p.shape) > 1]
     every = sum(p.numel for p in matrices)

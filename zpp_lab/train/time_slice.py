@@ -92,8 +92,7 @@ class SlurmJob:
             print(why, file=sys.stderr, flush=True)
 
     def again(self) -> str:
-        """Have the job queued again, once; returns why that failed, else "". With submitit this
-        ends the process (SystemExit)."""
+        """Queue the job again, once; returns why not, or "". submitit then ends the process."""
         if self.warning is None or self._folder is None or not self._asks:
             return ""
         if not self._asked.acquire(blocking=False):

@@ -293,8 +293,7 @@ class Trainer:
         self.divergence.look(self.step, result.loss)
 
     def _final_scores(self, engine: Engine) -> Tensor:
-        """Return the scores of every held-out token after the last step; a run that was killed
-        after its last checkpoint evaluates once more."""
+        """Return every held-out token's scores after the last step, evaluating if needed."""
         if self.scores is None:
             self._evaluate(engine)
         assert self.scores is not None

@@ -82,8 +82,7 @@ def levels_of(bits: int, block_size: int) -> tuple[float, ...]:
 
 @cache
 def _tables(bits: int, block_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the levels and the thresholds half-way between them, fp32. Cached by device: a copy to
-    a GPU would make the host wait in each step."""
+    """Return levels and thresholds half-way between them, fp32. Uploaded once a device."""
     levels = levels_of(bits, block_size)
     thresholds = [(a + b) / 2 for a, b in pairwise(levels)]
     return (

@@ -247,9 +247,8 @@ def _in_domain(layout: Layout, held: Layout, sums: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Segments of one length and one residual's settings, stacked: rows are independent, so this
-    changes no bit. Segments of `one_hop` share their codec. stored: residuals, empty if all
-    zeros."""
+    """Segments of one length and one residual's settings, stacked, which changes no bit. Segments
+    of `one_hop` share their codec. stored: residuals, empty if all zeros."""
 
     memory: Memory
     places: tuple[int, ...]

@@ -66,8 +66,8 @@ class Facts:
         return None
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Return whether it has code for `capability`: code runs on later GPUs of its major version
-        (90a on 9.0 alone), PTX on all later."""
+        """Return whether it has code for `capability`, which serves its major version on later GPUs
+        (90a on 9.0 alone); PTX serves all later."""
         for name in self.archs:
             own, kind = _arch(name) or ((0, 0), "")
             same = own == capability if kind == "a" else own[0] == capability[0]

@@ -101,8 +101,8 @@ class Shared(Protocol):
         ...
 
     def express(self) -> Express | None:
-        """Return the transfers over what was just allocated; None: step by step, by `barrier` and
-        `pull`. All members of a link get the same."""
+        """Return the transfers over the allocated memory; None: step by step. Equal on all
+        members."""
         ...
 
     def barrier(self) -> None:

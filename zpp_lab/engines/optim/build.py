@@ -89,8 +89,7 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def update(optimizer: AdamW, number: int, ok: Tensor | None = None) -> None:
-    """Update the weights in training step `number`, unless `ok` (bool scalar) is false on the
-    device, which the host does not wait to learn."""
+    """Update the weights in step `number`, unless `ok`, on the device, is false."""
     if isinstance(optimizer, CompactAdamW):
         optimizer.step(number=number, ok=ok)
         return

@@ -80,9 +80,8 @@ def noise_key(seed: int, step: int) -> int:
 
 
 def row_noise(seed: int, step: int, numel: int, device: torch.device) -> Tensor:
-    """Draw int32 [numel] of 16 random bits each, a pure function of seed, step and place: element e
-    has word (e % 8) // 2 of Philox4x32-7 for the counter (e // 8, 0, 0, 0), its low half for even
-    e."""
+    """Draw int32 [numel] of 16 random bits each by seed, step and place: element e has word (e % 8)
+    // 2 of Philox4x32-7 for the counter (e // 8, 0, 0, 0), its low half for even e."""
     key = noise_key(seed, step)
     groups = torch.arange(-(-numel // LANES), dtype=torch.int64, device=device)
     zero = torch.zeros_like(groups)

@@ -60,8 +60,7 @@ def zeros(shape: Iterable[int], dtype: torch.dtype, device: torch.device, host: 
 
 
 def pinned_state_bytes(shape: Sequence[int], kind: StateKind) -> int:
-    """Return the host bytes of both moments of a shard, scales included: each is a tensor of its
-    own, and pinned memory comes in powers of two."""
+    """Return the pinned bytes, powers of two, of both moments of a shard and their scales."""
     return sum(2 << max(0, nbytes - 1).bit_length() for nbytes in moment_bytes(shape, kind))
 
 

@@ -271,8 +271,7 @@ class VirtualEngine(Engine):
                     watch.weights(step, wire, layout, outs, world)
 
     def _start(self, done: int) -> None:
-        """Replicate the weights after `done` steps before the first step, and after loading a
-        state."""
+        """Replicate the weights after `done` steps at the start, and after loading a state."""
         if not self.stale:
             return
         self.stale = False
@@ -357,8 +356,7 @@ class VirtualEngine(Engine):
         }
 
     def _remembered(self) -> dict[str, Tensor]:
-        """Return nodes' replicas of the parameters that travel as differences: masters do not
-        determine them."""
+        """Return replicas of parameters that travel as differences: they are state."""
         self._start(0)
         return {name: self.sources[name] for unit in self.plan.units for name in unit.remembered}
 

@@ -87,8 +87,7 @@ class Reduction:
         return _columns(last, (flat / self.cluster.world).float())
 
     def _returned(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Do the third hop: local rank l sends part l of the sums to its neighbours, in every
-        node."""
+        """Do the third hop: local rank l sends part l of the sums to its neighbours."""
         _, second, third = self.layouts
         wire, rows = self.recipe.hops[2], range(self.cut)
         key = noise_key(*self.key, self.micro, wire)

@@ -221,8 +221,8 @@ class Pulse:
         self._say(left=True)
 
     def missing(self, reason: str) -> None:
-        """Report a failed or late transfer, so some rank is lost, and wait for `act`. It comes even
-        if none is found; then with the `reason`."""
+        """Report a failed or late transfer and wait for `act`, which comes with the `reason` if no
+        lost rank is found."""
         self.reason = reason
         self.wake.set()
         self.over.wait(4 * PATIENCE)

@@ -121,8 +121,7 @@ def job(config: Config) -> Record:
 
 
 def queue_again(summary: Record) -> str:
-    """Queue the job again after `leave`, where Slurm's warning stopped the run; say why not, or
-    ""."""
+    """Queue the job again where Slurm's warning stopped the run; returns why not, or ""."""
     return JOB.again() if summary.get("outcome") == UNFINISHED else ""
 
 
@@ -293,8 +292,7 @@ def join_watched(config: Config) -> Record:
 
 
 def _check_together(config: Config, rank: int) -> None:
-    """Check on every rank whether the run can begin. If one refuses, all end here, and each mistake
-    is printed by the first rank that met it."""
+    """Check on every rank whether the run can begin; if one refuses, print each mistake and end."""
     problem: str | None = None
     try:
         if not has_ended(config):
@@ -353,8 +351,7 @@ def _run_watched(config: Config, rank: int, start_up: StartUp) -> Record:
 
 
 def _watch(config: Config, rank: int, for_launcher: str | None = None) -> Pulse:
-    """End this rank when another one is lost, with one line on stderr, or in the launcher's
-    file."""
+    """End this rank when another one is lost, with a line on stderr or in the launcher's file."""
 
     def lost(other: int | None, why: str) -> None:
         try:  # a disk that fails, under a log too, neither hides the cause nor keeps this rank

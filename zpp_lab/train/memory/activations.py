@@ -70,8 +70,7 @@ class Activations:
 
     def backward(self, grads: int) -> int:
         """Return the most that a block's backward holds beyond what the block kept: incoming and
-        flowing gradients and its parameters' own (`grads` bytes in the end), less what has gone by
-        then."""
+        flowing gradients and its parameters' own (`grads` bytes), less what has gone by then."""
         mlp, attention = self._own(grads)
         parts = self._compiled_flow if self.compiled else self._eager_flow
         return self.row + max(0, *parts(mlp, attention))
@@ -98,8 +97,8 @@ class Activations:
         )
 
     def _compiled_flow(self, mlp: int, query: int) -> tuple[int, ...]:
-        """Return the same moments in the order of Inductor's code. silu(gate) never lies in memory,
-        and attention's matrices come last, all four."""
+        """Return the same in the order of Inductor's code, without silu(gate); attention's four
+        matrices come last."""
         d, f, k = self.row, self._rows(self.model.ffn), self._rows(self._keys)
         key = query * self._keys // self.model.dim
         after = 3 * mlp - 3 * f

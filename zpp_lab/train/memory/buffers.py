@@ -49,8 +49,7 @@ ALIGN = 256  # bytes; of a slot
 
 @dataclass(frozen=True)
 class Item:
-    """One kind of memory of one rank, in bytes at each moment. `place`: gpu or host. `outside`: not
-    in the statistics of torch's allocator."""
+    """One kind of memory of one rank, in bytes by moment. `outside`: not of torch's allocator."""
 
     name: str
     nbytes: dict[Moment, int]
@@ -217,8 +216,7 @@ class Buffers:
     # ------------------------------------------------------------------ slots
 
     def slots(self) -> int:
-        """Return the bytes of a ring for each link and kind, as large as its largest transfer; 0
-        where all go over process groups."""
+        """Return the bytes of a ring for each link and kind, as large as its largest transfer."""
         wanted: dict[tuple[Kind, Link], int] = defaultdict(int)
         used = set()
         for unit in self.plan.units if self.links else ():

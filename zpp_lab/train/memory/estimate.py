@@ -213,8 +213,7 @@ class _Rank:
         return shard_bytes(every, self.weight)
 
     def _updates(self) -> list[Item]:
-        """Count a unit's new weights in transfer. torch reserves that memory for their stream
-        alone, so other moments do without it."""
+        """Count a unit's new weights in transfer, whose memory torch reserves for their stream."""
         kept = self.plan.recipe.kept
         most = max(map(self._update, self.plan.units)) if kept else 0
         return [
@@ -323,7 +322,7 @@ class _Rank:
 
     def _whole_gradients(self) -> dict[Moment, int]:
         """Count the head's gradient from the loss on, a unit's while it is reduced (before, it
-        counts as its backward), and the root's; with one reduction a step every unit's, in
+        counts as backward), and the root's; with one reduction a step every unit's, in
         reduce_dtype."""
         head = self.weight * self.acts.head
         root, block = self.weight * _to_train(self.root), self.weight * _to_train(self.unit)

@@ -178,8 +178,7 @@ class TracedActivations(Traced):
     def of(
         cls, model: ModelConfig, vocab: int, shape: tuple[int, int], dtype: torch.dtype, layers: int
     ) -> TracedActivations:
-        """Trace a model on a micro-batch of `shape`: sequences and tokens each. ValueError for a
-        model that does not run on shapes."""
+        """Trace a model on a micro-batch of `shape` (sequences, tokens); ValueError if it fails."""
         light, model = model.checkpoint_activations, replace(model, checkpoint_activations=False)
         found = _kept_trace(_Key(model), vocab, shape, dtype)
         return cls(**vars(found), layers=layers, checkpointed=light, chunk=model.loss_chunk)
