@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
@@ -197,6 +198,15 @@ def need_space(folder: Path, nbytes: int) -> None:
 def is_full(error: BaseException) -> bool:
     """Return whether the disk or its quota was full, or a file at its limit (ulimit -f)."""
     return isinstance(error, OSError) and error.errno in FULL
+
+
+def package(name: str, setting: str) -> Any:
+    """Import a package of the extra `hf`; ValueError when `setting` needs it and it is missing."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        missing = f"the package {error.name or name}: pip install 'zpp_lab[hf]'"
+        raise ValueError(f"{setting} needs {missing}") from None
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from zpp_lab.config.data import DataConfig
 from zpp_lab.data.tokenizer import TEMPLATE, definition_file
-from zpp_lab.files import missing, parse_json, read_text
+from zpp_lab.files import missing, package, parse_json, read_text
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE = "26 Jul 2024"  # of templates that write today's unless they are told one: their own default
@@ -295,16 +295,10 @@ class ChatTemplate:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        try:
-            import jinja2  # noqa: F401
-            from transformers import PreTrainedTokenizerFast
-        except ImportError as error:
-            raise ValueError(
-                f"chat templates need the package {error.name}: pip install 'zpp_lab[hf]'"
-            ) from None
+        package("jinja2", "a chat template")
         # not AutoTokenizer: some classes make another tokenizer than tokenizer.json says
-        folder, file = self.file.parent, str(self.file)
-        found = PreTrainedTokenizerFast.from_pretrained(folder, tokenizer_file=file)
+        kind = package("transformers", "a chat template").PreTrainedTokenizerFast
+        found = kind.from_pretrained(self.file.parent, tokenizer_file=str(self.file))
         found.backend_tokenizer.no_truncation()
         return found
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zpp_lab import files as hub
-from zpp_lab.files import missing
+from zpp_lab.files import missing, package
 
 # The standard library's own tests and what is installed beside it are left out.
 _STDLIB_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -281,12 +281,7 @@ class HubCorpus:
         return value
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        try:
-            import datasets
-        except ImportError:
-            raise ValueError(
-                "data.name=hf needs the `datasets` package: pip install 'zpp_lab[hf]'"
-            ) from None
+        datasets = package("datasets", "data.name=hf")
         if not Path(self.path).exists() and not hub.reachable():
             raise ValueError(
                 f"data.path={self.path}: {missing(Path(self.path))}, and {hub.why_not()}: where "

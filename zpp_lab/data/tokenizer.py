@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from zpp_lab.config.data import DataConfig
-from zpp_lab.files import damaged, parse_json, read_text
+from zpp_lab.files import damaged, package, parse_json, read_text
 
 _CHUNK = 1 << 20  # bytes that a BPE encodes at once; bounds its memory for one huge document
 END = "<|end|>"
@@ -109,7 +109,7 @@ class BpeTokenizer(LibraryTokenizer):
     """Byte-level BPE. Text that is not UTF-8 is read with replacement characters."""
 
     def __init__(self, definition: str) -> None:
-        self.model = library("data.tokenizer=bpe").Tokenizer.from_str(definition)
+        self.model = package("tokenizers", "data.tokenizer=bpe").Tokenizer.from_str(definition)
         self.vocab_size = self.model.get_vocab_size()
         end = self.model.token_to_id(END)
         assert end is not None, "a definition that `train` made"
@@ -121,7 +121,7 @@ class BpeTokenizer(LibraryTokenizer):
 
         ValueError when the texts do not hold that many.
         """
-        lib = library("data.tokenizer=bpe")
+        lib = package("tokenizers", "data.tokenizer=bpe")
         byte_level = lib.pre_tokenizers.ByteLevel
         model = lib.Tokenizer(lib.models.BPE())
         model.pre_tokenizer = byte_level(add_prefix_space=False)
@@ -141,7 +141,7 @@ class BpeTokenizer(LibraryTokenizer):
 
     def decode(self, tokens: Sequence[int]) -> str:
         named = [self.model.id_to_token(token) for token in tokens]
-        return str(library("data.tokenizer=bpe").decoders.ByteLevel().decode(named))
+        return str(package("tokenizers", "data.tokenizer=bpe").decoders.ByteLevel().decode(named))
 
     def dumps(self) -> str:
         return self.model.to_str()
@@ -179,17 +179,6 @@ def _parts(step: Any) -> set[str]:
         return set()
     inner = [part for key in ("pretokenizers", "decoders") for part in step.get(key) or []]
     return {str(step.get("type"))}.union(*map(_parts, inner))
-
-
-def library(setting: str) -> Any:
-    """Import the tokenizers package; ValueError when `setting` needs it and it is not installed."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise ValueError(
-            f"{setting} needs the `tokenizers` package: pip install 'zpp_lab[hf]'"
-        ) from None
-    return tokenizers
 
 
 def encode_together(model: Any, texts: Sequence[bytes], dtype: np.dtype) -> list[np.ndarray]:
@@ -231,10 +220,9 @@ class OutsideTokenizer(LibraryTokenizer):
         None for the eos_token of the files next to it. ValueError when it is invalid."""
         self.file = definition_file(path)
         self.definition = read_text(self.file, _AGAIN)
+        library = package("tokenizers", "data.tokenizer=hf")
         try:
-            self.model = library("data.tokenizer=hf").Tokenizer.from_str(self.definition)
-        except ValueError:
-            raise
+            self.model = library.Tokenizer.from_str(self.definition)
         except Exception as error:  # of its own kind
             raise damaged(self.file, f"not a tokenizer: {error}", _AGAIN) from None
         self.model.no_truncation()

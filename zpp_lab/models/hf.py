@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zpp_lab import files
 from zpp_lab.config.model import DOWNLOAD, ModelConfig, check_model_path
-from zpp_lab.files import missing
+from zpp_lab.files import missing, package
 from zpp_lab.models.hf_start import RandomStart, SavedStart
 from zpp_lab.models.loss import chunked_losses, chunked_scores, mean_of, times
 from zpp_lab.models.start import RunStart, Start
@@ -218,7 +218,7 @@ def build_hf(cfg: ModelConfig, vocab_size: int) -> nn.Module:
 def read_config(cfg: ModelConfig) -> Any:
     """Read the transformers config of `model.path` or `model.options.model_type`."""
     check_model_path(cfg)
-    library, options = _transformers(), dict(cfg.options or {})
+    library, options = package("transformers", "model=hf"), dict(cfg.options or {})
     if cfg.path is None:
         base = _config_of_kind(library, options.pop("model_type"))
         values: dict[str, Any] = {}
@@ -291,16 +291,6 @@ def find_units(model: nn.Module, named: str | None) -> list[tuple[str, nn.Module
     return [(n, m) for n, m in chosen if any(True for _ in m.parameters())]
 
 
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise ValueError(
-            "model=hf needs the `transformers` package: pip install 'zpp_lab[hf]'"
-        ) from None
-    return transformers
-
-
 def _meta_model(settings: Any) -> nn.Module:
     def to_meta(module: nn.Module, name: str, p: nn.Parameter | None) -> nn.Parameter | None:
         if p is None or p.is_meta:  # a tied one comes again: the same object stays tied
@@ -310,7 +300,7 @@ def _meta_model(settings: Any) -> nn.Module:
     hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         with torch.random.fork_rng(devices=[]):
-            build = _transformers().AutoModelForCausalLM.from_config
+            build = package("transformers", "model=hf").AutoModelForCausalLM.from_config
             model: nn.Module = build(settings, dtype=torch.float32, attn_implementation="sdpa")
     except ValueError as error:
         if "scaled_dot_product" not in str(error):

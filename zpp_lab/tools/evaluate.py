@@ -34,9 +34,9 @@ from zpp_lab.config.parser import check_own
 from zpp_lab.config.schema import Config, EngineConfig
 from zpp_lab.data import PackedData, TokenData, open_data
 from zpp_lab.data.prepare import TOKENIZER
-from zpp_lab.data.tokenizer import library, open_outside
+from zpp_lab.data.tokenizer import open_outside
 from zpp_lab.engines.build import pick_device
-from zpp_lab.files import CONFIG, below, missing, text_table, write_atomic
+from zpp_lab.files import CONFIG, below, missing, package, text_table, write_atomic
 from zpp_lab.models import build_model
 from zpp_lab.models.llama import Llama
 from zpp_lab.models.loss import counted, mean_loss, token_scores
@@ -88,7 +88,7 @@ def _same_tokenizer(path: Path, source: Path, data: DataConfig) -> None:
 
 
 def _vocabulary(file: Path) -> dict[str, int]:
-    tokenizers = library(f"{file.parent}, with a tokenizer,")
+    tokenizers = package("tokenizers", f"{file.parent}, with a tokenizer,")
     try:
         found: dict[str, int] = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
     except Exception as error:  # of its own kind

@@ -21,7 +21,8 @@ from zpp_lab.config.data import DataConfig
 from zpp_lab.config.schema import Config
 from zpp_lab.data.chat import chat_template
 from zpp_lab.data.prepare import TOKENIZER
-from zpp_lab.data.tokenizer import END, TEMPLATE, files_of, library, open_outside
+from zpp_lab.data.tokenizer import END, TEMPLATE, files_of, open_outside
+from zpp_lab.files import package
 from zpp_lab.models import build_model
 from zpp_lab.models.llama_hf import hf_config, hf_name, to_halves, turned
 from zpp_lab.runs.checkpoint.read import SavedWeights
@@ -49,8 +50,8 @@ def _write_bpe(found: Path, folder: Path) -> None:
     if not found.is_file():
         print(f"the run has no {found}: the export has no tokenizer", file=sys.stderr)
         return
-    model = library("data.tokenizer=bpe").Tokenizer.from_file(str(found))
-    model.decoder = library("data.tokenizer=bpe").decoders.ByteLevel()
+    model = package("tokenizers", "data.tokenizer=bpe").Tokenizer.from_file(str(found))
+    model.decoder = package("tokenizers", "data.tokenizer=bpe").decoders.ByteLevel()
     model.save(str(folder / TOKENIZER))
     said = {
         "tokenizer_class": "PreTrainedTokenizerFast",

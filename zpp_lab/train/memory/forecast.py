@@ -35,28 +35,13 @@ class Foreseen:
 
 def foresee(config: Config) -> Foreseen:
     """Forecast a run's bytes, memory and quantized shares."""
-    return Foreseen(step_bytes(config), memory_need(config), quantized(config))
-
-
-def step_bytes(config: Config) -> float | None:
-    """Return the bytes that all ranks together send in one step, the mean of the run's; None with
-    engine=deepspeed, which follows no plan of ours."""
-    if config.engine.name == "deepspeed":
-        return None
-    from zpp_lab.collectives.plan import bytes_per_step
+    if config.engine.name == "deepspeed":  # which follows no plan of ours
+        return Foreseen(None, None)
+    from zpp_lab.collectives.plan import bytes_per_step, quantized_share
     from zpp_lab.engines.build import plans_of
 
-    return bytes_per_step(plans_of(config))
-
-
-def quantized(config: Config) -> Mapping[Wire, float] | None:
-    """Return the quantized part of a step's bytes on each wire; None with engine=deepspeed."""
-    if config.engine.name == "deepspeed":
-        return None
-    from zpp_lab.collectives.plan import quantized_share
-    from zpp_lab.engines.build import plans_of
-
-    return quantized_share(plans_of(config))
+    plans = plans_of(config)
+    return Foreseen(bytes_per_step(plans), memory_need(config), quantized_share(plans))
 
 
 def memory_need(config: Config) -> Needed | None:
