@@ -85,9 +85,7 @@ class SavedStart(Start):
         return parts[0]
 
     def buffer(self, name: str) -> Tensor | None:
-        if name not in self.names:
-            return None
-        return self.stored.whole(self.names[name][0])
+        return self.stored.whole(self.names[name][0]) if name in self.names else None
 
     def _match(self, twin: nn.Module) -> dict[str, list[str]]:
         """Map each parameter's and buffer's name to its names in the files (two when tied)."""

@@ -138,9 +138,7 @@ class BlockCodec(CodecBase):
         total = torch.zeros(payload.shape[1], self.coded_numel(numel), device=payload.device)
         for row in payload:
             total += self._dequantize(row, numel)
-        if self.rotation is None or rotated:
-            return total
-        return self.rotation.inverse(total, numel)
+        return total if self.rotation is None or rotated else self.rotation.inverse(total, numel)
 
     def saturated(self, payload: Tensor, numel: int) -> Tensor:
         coded = self.coded_numel(numel)

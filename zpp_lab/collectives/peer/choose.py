@@ -117,9 +117,7 @@ def host() -> str:
 
 
 def _uuid(device: torch.device) -> str:
-    if device.type != "cuda":
-        return ""
-    return str(torch.cuda.get_device_properties(device).uuid)
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def _reaches(device: torch.device, uuid: str) -> bool:

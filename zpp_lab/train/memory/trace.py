@@ -193,9 +193,7 @@ class TracedActivations(Traced):
 
     @property
     def recomputed(self) -> int:
-        if not self.checkpointed:
-            return 0
-        return self.block - (self.row if self.keeps_input else 0)
+        return self.block - self.row * self.keeps_input if self.checkpointed else 0
 
     def backward(self, grads: int) -> int:
         """Return the flow, which includes `grads`."""
