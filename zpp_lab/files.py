@@ -269,7 +269,7 @@ def _folder(name: str) -> Path:
     for place in (_PACKAGE / name, _PACKAGE.parent / name):
         if place.is_dir():
             return place
-    raise FileNotFoundError(f"{name}/ is missing beside and inside {_PACKAGE}: reinstall zpp_lab")
+    raise FileNotFoundError(f"{name}/ is missing next to and inside {_PACKAGE}: reinstall zpp_lab")
 
 
 def conf_dir() -> Path:

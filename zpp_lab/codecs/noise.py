@@ -9,7 +9,7 @@ number, of four numbers of 64 bits each, little-endian, one after the other:
     seed          of the run
     step          from 0; of weights that are evaluated, exported or sent to other nodes after s
                   steps: s
-    micro-step    from 0; 0 for weights, which every micro-step of a step gathers alike; the last
+    micro-step    from 0; 0 for weights, the same in every micro-step of a step; the last
                   one for gradients that several micro-steps have added up
     wire          its number in `config/wires.py`
 

@@ -17,12 +17,12 @@ from zpp_lab.config.wires import WIRES, Wire
 from zpp_lab.files import conf_dirs, read_yaml
 
 RAW = "raw"  # the tensor's own bytes
-DERIVED = "wires"  # what a run's config.yaml says beside its settings, of which it follows
+DERIVED = "wires"  # in a run's config.yaml besides its settings, from which it follows
 _SCOPE = ("name", "ndim", "min_numel", "max_numel")  # of a rule: whose it is
 _CODEC = (".bits", ".codec")  # a wire's settings that give it one
 _OF_WIRES = ("recipe.weights", "recipe.grads")  # and those of one direction or link
 _NONE: tuple[Any, ...] = (None, [])  # values that a name leaves out
-_NAME = 100  # characters that an arm's name may have, which is shown beside others
+_NAME = 100  # characters that an arm's name may have, shown next to others
 _RULED = ("rules", "phases")  # a recipe's settings that hold rules
 RULED = tuple(f"recipe.{name}" for name in _RULED)
 # As which older folders hold a rule for every wire: before the fifth one came, and after.

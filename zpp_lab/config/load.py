@@ -97,8 +97,8 @@ def _absent(cls: type, error: ValidationError) -> list[str]:
     unknown = [e["loc"] for e in faults if e["type"] == "unexpected_keyword_argument"]
     absent = []
     for place in (e["loc"] for e in faults if e["type"] == "missing"):
-        beside = [str(u[-1]) for u in unknown if u[:-1] == place[:-1]]
-        if not difflib.get_close_matches(str(place[-1]), beside, n=1):
+        siblings = [str(u[-1]) for u in unknown if u[:-1] == place[:-1]]
+        if not difflib.get_close_matches(str(place[-1]), siblings, n=1):
             absent.append(".".join(map(str, place)))
     return absent
 

@@ -23,7 +23,7 @@ from zpp_lab.config.codec import (
 )
 from zpp_lab.files import below, looks_like_folder, missing, need_folder
 
-# Embeddings and heads of the built-in decoder and of transformers: QLoRA leaves them as they are.
+# Embeddings and heads of the built-in decoder and of transformers: QLoRA leaves them uncompressed.
 # As the default it may match in part; a list of the user's own must match name by name.
 OUTER = ["*embed*", "head.*", "*lm_head*", "*wte*", "*wpe*"]
 

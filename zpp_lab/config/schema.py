@@ -62,7 +62,9 @@ class EngineConfig:
     # itself (zero3 without `ordered`): NCCL may add in another order.
     blocks_per_unit: Positive = 1
     offload: bool = False  # fsdp: master weights and optimizer live in CPU memory
-    compile: bool = False  # torch.compile of each block's forward; other bits, alike in all engines
+    compile: bool = (
+        False  # torch.compile of each block's forward; other bits, the same in all engines
+    )
     allow_fallback: bool = False  # go on where FSDP2 or DeepSpeed goes past the recipe
     emulate_nodes: bool = True  # deepspeed: on one host, a rank sees the GPUs of its node only
     # on one host with fewer GPUs than ranks: its nodes share them (train/launch/gpus.py)
@@ -245,7 +247,7 @@ class RunConfig:
     arm: str | None = None
     resume: bool = True
     until: float | None = None  # unix time before which to stop with a checkpoint; see --for
-    piece_steps: Count = 0  # steps of this start, after which to stop alike; 0: any number
+    piece_steps: Count = 0  # steps of this start, after which to stop too; 0: any number
     start_from: str | None = None  # another run's checkpoint, of any engine and cluster
     memory: Literal["keep", "drop"] = "keep"  # drop: begin without what its encoders remember
 

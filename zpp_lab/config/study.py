@@ -19,7 +19,7 @@ Role = Literal[
 ]
 CONTROLS: tuple[Role, ...] = ("negative_control", "order_control", "sham_control")
 PREPARE = "prepare"  # the folder of the runs that arms start from
-NOT_RUNS = frozenset({"checkpoints", "wandb", "figures", PREPARE})  # folders beside runs
+NOT_RUNS = frozenset({"checkpoints", "wandb", "figures", PREPARE})  # folders next to runs
 Level = str | int | float | bool | None  # of a factor
 
 

@@ -22,7 +22,7 @@ from zpp_lab.data.tokenizer import TEMPLATE, definition_file
 from zpp_lab.files import missing, package, parse_json, read_text
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_DATE = "26 Jul 2024"  # of templates that write today's unless they are told one: their own default
+_DATE = "26 Jul 2024"  # default of templates that write today's unless one is given
 _OWN = "data.records.template=FILE.jinja"
 _SWITCHES = ("weight", "train", "training", "loss", "loss_mask")  # OpenAI, axolotl, ms-swift, verl
 _CALLS = ("tool_calls", "function_call")
@@ -186,7 +186,7 @@ class ChatTemplate:
                 tools,
             ):
                 found.count(
-                    f"have content beside {extras(turn)[0]} that the chat template leaves out",
+                    f"have content next to {extras(turn)[0]}, which the chat template omits",
                     place,
                 )
         for key in (key for key in names if key in _THOUGHTS):
@@ -357,8 +357,8 @@ def _own(folder: Path) -> str | None:
     again = "save the tokenizer again"
     if (folder / TEMPLATE).is_file():
         return read_text(folder / TEMPLATE, again)
-    beside = folder / "tokenizer_config.json"
-    settings = parse_json(beside, again) if beside.is_file() else {}
+    config_file = folder / "tokenizer_config.json"
+    settings = parse_json(config_file, again) if config_file.is_file() else {}
     found: Any = settings.get("chat_template") if isinstance(settings, dict) else None
     if isinstance(found, list):
         found = {one["name"]: one["template"] for one in found}.get("default")

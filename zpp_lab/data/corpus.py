@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from zpp_lab import files as hub
 from zpp_lab.files import missing, package
 
-# The standard library's own tests and what is installed beside it are left out.
+# The standard library's own tests and installed packages are left out.
 _STDLIB_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 

@@ -146,7 +146,7 @@ class PackedData:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a summary says beside name, hash and tokens."""
+        """What a summary has besides name, hash and tokens."""
         used = self.train.fitted
         places = len(self.train) * self.seq_len
         return {

@@ -47,7 +47,7 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 Part = tuple[str, Split, bytes]  # a document's name, its split, and its text there
 
 TOKENIZER = "tokenizer.json"  # the file of a BPE of our own
-_FORMAT = 2  # raise it when the files change, so that older ones are made anew
+_FORMAT = 2  # raise it when the files change, so that older ones are made again
 _CHUNK = 1 << 20
 _CHUNKS = 64
 _TOGETHER = 16 << 20  # bytes of text that are encoded at once

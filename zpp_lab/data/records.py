@@ -38,7 +38,7 @@ from zpp_lab.files import named_once
 _FIX = "repair or remove the line"
 _NOTHING = "so there is nothing to learn; remove the line"
 _TEXTS = ("prompt", "completion")
-_READING = 2  # raise it when a record's tokens or marks change, so that they are made anew
+_READING = 2  # raise it when a record's tokens or marks change, so that they are made again
 SPLITS = ("train", "heldout")
 Record = dict[str, Any]  # as JSON has it
 

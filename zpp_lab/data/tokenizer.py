@@ -241,7 +241,7 @@ class OutsideTokenizer(LibraryTokenizer):
     def _token(self, name: str | None) -> int:
         number = None if name is None else self.model.token_to_id(name)
         if number is None:
-            what = "no eos_token beside it" if name is None else f"no token {name!r}"
+            what = "no eos_token next to it" if name is None else f"no token {name!r}"
             raise ValueError(
                 f"data.tokenizer_path={self.file} has {what}: set the token that ends a document, "
                 "'data.end_token=\"TOKEN\"'"
@@ -268,8 +268,8 @@ def definition_file(path: Path) -> Path:
 
 def files_of(file: Path) -> list[Path]:
     """Return the tokenizer.json, and the files next to it that transformers reads."""
-    beside = [file.parent / name for name in (*_SETTINGS, TEMPLATE)]
-    return [file, *(path for path in beside if path.is_file())]
+    others = [file.parent / name for name in (*_SETTINGS, TEMPLATE)]
+    return [file, *(path for path in others if path.is_file())]
 
 
 def _end_of(file: Path) -> str | None:

@@ -307,7 +307,7 @@ class Llama(nn.Module):
             x = layer(x)
         x = self.norm(x)
         # A tied head reads the embedding here rather than sharing a Parameter object:
-        # materialising a meta model would break the sharing without a word.
+        # materialising a meta model would silently break the sharing.
         head = self.embed.weight if self.head is None else self.head.weight
         if targets is None:
             return F.linear(x, head)

@@ -4,12 +4,12 @@ Targets that are IGNORED do not count. A mean over the counted tokens of one mic
 a token by how few others its batch has, so a masked batch comes with its share: ranks × micro-steps
 over the counted tokens of the whole step. Loss and gradient are then the sum over the batch's
 counted tokens times the share, and the mean over ranks and micro-steps that every engine takes
-anyway is the mean over the step's counted tokens, each weighted alike. The share is two integers,
+anyway is the mean over the step's counted tokens, with equal weights. The share is two integers,
 since a sharding engine may round floats that enter a model to its parameters' dtype.
 
 Logits of 4096 tokens over a vocabulary of 32,000 and what a loss keeps of them take 1.5 GiB. With
 chunks (`chunked_losses`) the logits of one chunk exist at a time, in forward and again in backward,
-where they are computed anew; between the two nothing is kept but what goes in. Each chunk's
+where they are computed again; between the two nothing is kept but what goes in. Each chunk's
 softmax runs in fp32. The head's gradient is added up over chunks in fp32 and rounded to the
 weight's dtype once. Nothing is scattered and no host waits: a run repeats to the bit and a CUDA
 graph can hold it. Token losses are those of the whole logits wherever the device's matrix product
@@ -17,7 +17,7 @@ gives a row the same bits in a smaller product; the mean and the gradients are a
 order, so a run with chunks has bits of its own.
 
 A z-loss (Chowdhery et al. 2022, "PaLM", section 5: 1e-4) pulls logsumexp of the logits to 0. It is
-in the gradient alone: losses that are told, of training and held out, stay cross-entropy, so that
+in the gradient alone: reported losses, of training and held out, stay cross-entropy, so that
 runs with it and without compare. Its gradient is a factor of the softmax, so it goes through the
 chunks, of which one may hold all tokens, and takes no memory.
 

@@ -1,4 +1,4 @@
-"""What a run takes beside its steps: seconds until the first one has ended, and memory.
+"""What a run needs besides its steps: seconds until the first one has ended, and memory.
 
 `StartUp` has the seconds, `peak_gib` the memory, and `settled` keeps Python's garbage collector
 from walking, in the step loop, over what was there before.

@@ -37,7 +37,7 @@ _KINDS = {"hash": str, "tokenizer": str, "vocab_size": int}
 
 def note_data(folder: Path, cfg: DataConfig, data: TokenData | PackedData) -> None:
     """Write data.json: the data's hash, the tokenizer's identity and its number of tokens. A BPE
-    of the run's own is kept beside it, for data.tokenizer=hf to read."""
+    of the run's own is kept next to it, for data.tokenizer=hf to read."""
     recorded = {"hash": data.hash, "tokenizer": data.tokenizer, "vocab_size": data.vocab_size}
     write_atomic(folder / FILE, json.dumps(recorded, indent=1) + "\n")
     if cfg.tokenizer == "bpe":

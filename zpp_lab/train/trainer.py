@@ -46,7 +46,7 @@ from zpp_lab.train.speed import Meter
 from zpp_lab.train.time_slice import UNFINISHED, Signals, TimeSlice, writing_seconds
 
 Data = TokenData | PackedData
-MANY = 64  # passes of a step from which on it is said that there are so many
+MANY = 64  # passes of a step from which on a line warns of so many
 
 
 def run(

@@ -29,7 +29,7 @@ from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.schema import ClusterConfig
 
 Choice = Literal["auto", "groups", "peer"]
-LEAST = 16 * MIB  # bytes that a shipment must bring for `auto` to take peer memory: below that
+LEAST = 16 * MIB  # bytes that a transfer must bring for `auto` to take peer memory: below that
 # NCCL was as fast or faster on four H200s (experiments/collectives)
 
 

@@ -129,7 +129,7 @@ class Part:
     sources: tuple[Tensor, ...]
     order: tuple[int, ...]
     route: Tensor | None = None
-    traffic: Traffic | None = None  # of every shipment from here
+    traffic: Traffic | None = None  # of every transfer from here
 
 
 class Ring:

@@ -74,7 +74,7 @@ class SymmetricMemory:
             torch._foreach_copy_(list(outs), list(sources))
             return
         begun = STREAMS.mark()
-        with STREAMS.lane(f"{id(self)} own"):  # beside the links
+        with STREAMS.lane(f"{id(self)} own"):  # parallel to the links
             STREAMS.wait(begun)
             _copies(outs[:own], sources[:own])
             ended = STREAMS.mark()

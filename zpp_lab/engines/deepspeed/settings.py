@@ -19,7 +19,7 @@ from zpp_lab.config.schema import Config, EngineConfig
 from zpp_lab.config.wires import BACKWARD, FORWARD, INTER, INTRA, WIRES, Wire, wires_among
 
 WEIGHT_BITS, GRAD_BITS = 8, 4
-# What a codec may say beside its bits: DeepSpeed's own values, or nothing.
+# What a codec may set besides its bits: DeepSpeed's own values, or nothing.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "codec": (None, "block"),
     "block_size": (None,),
@@ -174,7 +174,7 @@ def check_gradients(shapes: dict[str, tuple[int, ...]], config: Config, visible:
         )
     for name, shape in shapes.items():
         if len(shape) < 2:
-            continue  # DeepSpeed reduces vectors as they are, and so does the recipe
+            continue  # DeepSpeed reduces vectors uncompressed, and so does the recipe
         numel, groups = shape[0] * shape[1], max(*shape[:2], world)
         if numel % (2 * world):
             found.append(f"{name} has {numel} elements, not a multiple of {2 * world}")

@@ -2,7 +2,7 @@
 
 Projections into the residual stream may learn at a multiple of the rate (`train.residual_lr`), as
 what they give adds up over depth. `set_rate` applies it in every step, so checkpoints hold no
-rates and a run goes on with its config's.
+rates and a run resumes with its config's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zpp_lab.engines.optim.states import MOMENTS
 from zpp_lab.models.params import feeds_residual, param_class
 
 AdamW = torch.optim.AdamW | CompactAdamW
-# AdamW's state of a parameter, as checkpoints name it; in 8 bits with scales beside it.
+# AdamW's state of a parameter, as checkpoints name it; in 8 bits with scales too.
 STATE = ("step", *MOMENTS)
 Parameters = Mapping[str, nn.Parameter]  # by name
 OptimizerState = dict[str, dict[str, Tensor]]  # {key: {parameter name: tensor}}

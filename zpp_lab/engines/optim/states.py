@@ -1,6 +1,6 @@
 """How AdamW's two moments are kept in two bytes or one an element.
 
-Blocks are `BLOCK` neighbours in a row (all dimensions but the first) and start anew at every row,
+Blocks are `BLOCK` neighbours in a row (all dimensions but the first) and start again at every row,
 and an element's noise depends on its place in the row alone. Sharding cuts between rows, so a
 shard's bytes are the whole tensor's, on any number of ranks. A parameter whose rows have fewer
 than `SHORT` elements (norms, biases) keeps fp32: its scales would weigh more than it saves.

@@ -71,7 +71,7 @@ class VirtualEngine(Engine):
         self.optimizer = adamw(self.master, config.optimization, config.seed)
         units = named_units(model, config.engine.blocks_per_unit)
         self.usage = Usage(with_root(model, units))
-        self.used: dict[int, PassUse] = {}  # the last step's micro-steps, alike on all ranks
+        self.used: dict[int, PassUse] = {}  # the last step's micro-steps, the same on all ranks
         self.reduced: list[frozenset[str]] = []  # who had a gradient in its reductions
         self.memories = self._memories()
         self._make_buffers()
@@ -98,7 +98,7 @@ class VirtualEngine(Engine):
         self.stale = self.plan.recipe.kept  # whether `sources` have still to be kept
         if dtype != torch.float32 or self.stale:
             self.sources = {n: p.to(dtype, copy=True) for n, p in self.sources.items()}
-        self.own: list[str] | None = None  # whose weights backward gathers anew
+        self.own: list[str] | None = None  # whose weights backward gathers again
 
     def enter(self, done: int) -> None:
         plan = self._plan_at(done)
@@ -316,7 +316,7 @@ class VirtualEngine(Engine):
         return tuple(self.used[m] for m in sorted(self.used))
 
     def _check_bytes(self) -> None:
-        """Count what a real run of this step sends beside reductions, which have counted theirs;
+        """Count what a real run of this step sends besides reductions, which have counted theirs;
         then compare all bytes with the plan."""
         names = [u.unit.name for u in self.plan.units]
         use = StepUse(self._passes(), dict.fromkeys(names, tuple(self.reduced)))

@@ -35,9 +35,9 @@ BEAT = 1.0  # seconds
 PATIENCE = 5 * BEAT  # with a rank that is silent after a transfer has failed or is late
 FAILED = "ended the run"  # begins what is state of a rank that failed by itself
 LOST = "LostRank"  # an error's name: this rank ends because of another one
-_ANSWER = 3  # beats without one: the connection is made anew
+_ANSWER = 3  # beats without one: the connection is opened again
 _MOST = 2**16  # bytes of a message
-_RESET = struct.pack("ii", 1, 0)  # close without a word that would go on trying to arrive
+_RESET = struct.pack("ii", 1, 0)  # close without pending data that would still try to arrive
 Doing = Callable[[], tuple[int, str]]  # transfers begun; the one that is waited for, or ""
 End = tuple[int | None, str]  # the rank that ended the run, if it was one, and why
 
@@ -166,7 +166,7 @@ class Hub:
         for rank, seen in there:
             if seen.gone is not None and now - seen.gone > (2 * BEAT if missing else PATIENCE):
                 return rank, "has ended"
-        # beside the one over the limit, all that fell silent about when it did
+        # with the one over the limit, all that fell silent about when it did
         quiet = [rank for rank, seen in there if rank and now - seen.heard > limit - 2 * BEAT]
         longest = max((now - self.seen[rank].heard for rank in quiet), default=0.0)
         if longest > limit:
@@ -183,9 +183,9 @@ class Hub:
 
 
 def silent(seconds: float, more: list[int] | None = None) -> str:
-    beside = f" (nor have ranks {', '.join(map(str, more))})" if more else ""
+    others = f" (nor have ranks {', '.join(map(str, more))})" if more else ""
     return (
-        f"has sent no heartbeat for {seconds:.0f} s{beside}: it was stopped or killed, or its "
+        f"has sent no heartbeat for {seconds:.0f} s{others}: it was stopped or killed, or its "
         "machine or link failed"
     )
 

@@ -247,7 +247,7 @@ def _report(error: Any, folder: Path, out_of_memory: bool) -> None:
 def _write_failure(folder: Path, rank: int | None, how: str, text: str) -> None:
     """Write failure.json unless rank 0 has written the cause already. Never raises."""
     seen: Record = {}
-    with suppress(OSError, ValueError):  # a damaged one is written anew
+    with suppress(OSError, ValueError):  # a damaged one is replaced
         seen = read_object(folder / FAILURE)
     if seen and (rank == 0 or seen.get("outcome") != "crashed"):
         return
@@ -306,7 +306,7 @@ def _check_together(config: Config, rank: int) -> None:
     if any(met):
         if problem is not None and met.index(problem) == rank:
             print(f"rank {rank}: {problem}", file=sys.stderr, flush=True)
-        dist.barrier()  # it has been told: a launcher ends the others after the first
+        dist.barrier()  # it is printed: a launcher ends the others after the first
         _end_now(USER_ERROR)
 
 

@@ -8,7 +8,7 @@ its input and one fp32 number. In elements a token, d = dim, f = ffn, k = keys o
                with qk_norm what goes into the norms of q and k too: d + k
     MLP        its norm's input and output: 2 d; gate, silu(gate), up, their product: 4 f
 
-torch.compile computes silu(gate) anew, and of the MLP's input keeps the part that attention adds:
+torch.compile computes silu(gate) again, and of the MLP's input keeps the part that attention adds:
 5 d + d + 2 k + 3 f. Its partition does not depend on the shapes (the tests count both).
 """
 
@@ -24,7 +24,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that one rank's forward of `tokens` tokens keeps, and what computes beside them."""
+    """Bytes that one rank's forward of `tokens` tokens keeps, and its temporaries."""
 
     model: ModelConfig
     vocab: int

@@ -247,11 +247,11 @@ class _Rank:
         pinned = sum(pinned_state_bytes(_shard(p), kind) for p in trained)
         passing = moments(update=min(stage, nbytes))
         # the host frees a stage before it fills the next one: torch counts one at a time
-        beside = moments(update=min((STREAMS - 1) * stage, nbytes - passing["update"]))
+        second = moments(update=min((STREAMS - 1) * stage, nbytes - passing["update"]))
         return [
             Item(name, always(pinned), "host"),
             Item("optimizer state, in transfer", passing),
-            Item("optimizer state, second stream", beside, outside=True),
+            Item("optimizer state, second stream", second, outside=True),
         ]
 
     def _checkpoint(self, every: list[Parameter], trained: list[Parameter]) -> int:

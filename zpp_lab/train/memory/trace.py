@@ -6,7 +6,7 @@ model's own code runs on shapes, one block and what is around the blocks, and wh
 counted. No weight is read and nothing is allocated.
 
 Weights, and what comes of them, are on the meta device; integers, masks and tables are computed,
-because models look at them (do positions start anew within a sequence?). What is alive is counted
+because models look at them (do positions restart within a sequence?). What is alive is counted
 storage by storage, so views cost nothing and whatever autograd saves stays until it is used.
 Compiled blocks (engine.compile) are counted as eager ones, which nearly always keep more.
 """
@@ -201,7 +201,7 @@ class TracedActivations(Traced):
 
     @property
     def heldout_loss(self) -> int:
-        """As `Activations.heldout_loss`; in fp32 beside the model's own, or their logarithms."""
+        """As `Activations.heldout_loss`; in fp32 next to the model's own, or their logarithms."""
         width = self.itemsize
         each = width + FP32 if self.chunk else max(width + FP32, 2 * FP32)
         return self.row + each * min(self.chunk or self.tokens, self.tokens) * self.outs
