@@ -195,7 +195,8 @@ inline void set_input(Plan& plan, Tensor const& payload) {
   plan.payload_k = d == 3 ? payload.stride(0) : 0;
 }
 
-// Rows to write, and the noise of their encoding.
+// Rows to write, and the noise of their encoding. A row more in `noise_rows` has the key's low and
+// high word, in place of `key`: what a CUDA graph has captured reads each step's there.
 inline void set_output(Plan& plan, Tensor const& out, int64_t key,
                        std::optional<Tensor> const& noise_rows, Call const& call) {
   plan.out = static_cast<char*>(out.mutable_data_ptr());
@@ -205,9 +206,12 @@ inline void set_output(Plan& plan, Tensor const& out, int64_t key,
   Tensor const& t = *noise_rows;
   check_device(t, call.device, "noise_rows");
   STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.is_contiguous() && t.dim() == 2 &&
-                      t.size(0) == out.size(0) && t.size(1) == 2,
-                  "noise_rows: must be contiguous int32 [", out.size(0), ", 2]: rank and row");
+                      (t.size(0) == out.size(0) || t.size(0) == out.size(0) + 1) &&
+                      t.size(1) == 2,
+                  "noise_rows: must be contiguous int32 [", out.size(0), ", 2]: rank and row; "
+                  "with a row more for the key");
   plan.noise_rows = static_cast<int32_t const*>(t.const_data_ptr());
+  if (t.size(0) > out.size(0)) plan.key_at = plan.noise_rows + 2 * out.size(0);
 }
 
 // Where tiles of floats to encode are whole and start at multiples of 16 bytes.

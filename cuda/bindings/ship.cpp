@@ -17,11 +17,11 @@ char* bytes_of(Tensor const& t, char const* name, int32_t device) {
   return data;
 }
 
-// Meets the link's other ranks for the time `meeting` (1, 2, ... on this memory), then copies
-// their rows to `out`. held: what this rank's room shall have before; keep [k, row]: takes every
-// (rows / k)th row of `out`, from this rank's place modulo that step on. watch: a cudaEvent_t or 0.
-void ship_tensors(Tensor out, Tensor route, int64_t meeting, int64_t watch,
-                  std::optional<Tensor> held, std::optional<Tensor> keep) {
+// Meets the link's other ranks, then copies their rows to `out`. held: what this rank's room shall
+// have before; keep [k, row]: takes every (rows / k)th row of `out`, from this rank's place modulo
+// that step on. watch: a cudaEvent_t or 0.
+void ship_tensors(Tensor out, Tensor route, int64_t watch, std::optional<Tensor> held,
+                  std::optional<Tensor> keep) {
   STD_TORCH_CHECK(out.is_cuda(), "out: must be on a CUDA device");
   STD_TORCH_CHECK(route.is_cpu() && route.scalar_type() == ScalarType::Long && route.dim() == 1 &&
                       route.is_contiguous() && route.size(0) > ROUTE_COLUMNS &&
@@ -45,7 +45,7 @@ void ship_tensors(Tensor out, Tensor route, int64_t meeting, int64_t watch,
     STD_TORCH_CHECK(s.kept > 0 && s.copies % s.kept == 0 && keep->numel() == s.kept * row,
                     "keep: must be [k, ", row, "], with k a divisor of ", s.copies);
   }
-  s.meeting = uint32_t(meeting), s.watch = reinterpret_cast<void*>(watch);
+  s.watch = reinterpret_cast<void*>(watch);
   if (row == 0) return;
   DeviceGuard const guard(device);
   int const error = ship(s, stream_of(device));
@@ -56,8 +56,7 @@ void ship_tensors(Tensor out, Tensor route, int64_t meeting, int64_t watch,
 }  // namespace zpp
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zpp_lab, m) {
-  m.def("ship(Tensor(a!) out, Tensor route, int meeting, int watch, Tensor? held, "
-        "Tensor(b!)? keep) -> ()");
+  m.def("ship(Tensor(a!) out, Tensor route, int watch, Tensor? held, Tensor(b!)? keep) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zpp_lab, CUDA, m) { m.impl("ship", TORCH_BOX(&zpp::ship_tensors)); }

@@ -294,8 +294,10 @@ __device__ __forceinline__ void encode_block_tile(
 template <bool STOCHASTIC>
 __device__ __forceinline__ NoiseAt noise_at(Plan const& plan, Place const& at) {
   if (!STOCHASTIC || !at.segment().to_codec.stochastic) return {};
+  bool const there = plan.key_at != nullptr;
   return {uint32_t(plan.noise_rows[2 * at.row + 1]), uint32_t(plan.noise_rows[2 * at.row]),
-          at.segment().parameter, uint32_t(plan.key), uint32_t(plan.key >> 32)};
+          at.segment().parameter, there ? uint32_t(plan.key_at[0]) : uint32_t(plan.key),
+          there ? uint32_t(plan.key_at[1]) : uint32_t(plan.key >> 32)};
 }
 
 // x → the outgoing payload row, by whatever codec the segment has. BACK: with `back` of block codecs,

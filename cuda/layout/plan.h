@@ -56,6 +56,7 @@ struct Plan {
   char* out;              // outgoing payload rows [R, bytes]
   int64_t out_row;
   uint64_t key;
+  int32_t const* key_at;      // on the device, low and high word, in place of `key`; or null
   int32_t const* noise_rows;  // [R, 2]: rank and row of each outgoing payload row
   double* errors;             // [tiles, ERROR_SUMS], or null: no telemetry
   bool const* ok;             // decode: where it is false nothing is written; null: true

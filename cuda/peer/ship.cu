@@ -23,9 +23,13 @@ __device__ uint32_t* flag(uint32_t* const* pads, int of, int from, int members) 
 }
 
 // Each rank writes the meeting's number into every other's pad, then waits for theirs. Numbers
-// only grow, so one that is overwritten by the next is still seen.
-__global__ void meet_kernel(uint32_t* const* pads, int rank, int members, uint32_t meeting) {
+// only grow, so one that is overwritten by the next is still seen. The device counts, not the host,
+// so that a CUDA graph can be replayed. Meetings over one memory follow one another.
+__global__ void meet_kernel(uint32_t* const* pads, int rank, int members, uint32_t* count) {
   int const peer = int(threadIdx.x);
+  uint32_t const meeting = *count + 1;
+  __syncthreads();
+  if (peer == 0) *count = meeting;
   if (peer >= members || peer == rank) return;
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag(pads, peer, rank, members)),
                "r"(meeting)
@@ -86,7 +90,8 @@ struct Way {
     int const members = int((*this)[ROUTE_MEMBERS]);
     auto pads = reinterpret_cast<uint32_t* const*>((*this)[ROUTE_PADS]);
     meet_kernel<<<1, (members + 31) / 32 * 32, 0, stream>>>(
-        pads, int((*this)[ROUTE_RANK]), members, s.meeting);
+        pads, int((*this)[ROUTE_RANK]), members,
+        reinterpret_cast<uint32_t*>((*this)[ROUTE_COUNT]));
     TRY(cudaGetLastError());
     TRY(cudaEventRecord(event(ROUTE_MET), stream));
     return s.watch ? cudaEventRecord(static_cast<cudaEvent_t>(s.watch), stream) : cudaSuccess;

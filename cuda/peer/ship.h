@@ -12,6 +12,7 @@ enum Route {
   ROUTE_RANK,     // this rank's place on the link
   ROUTE_MEMBERS,
   ROUTE_PADS,     // uint32_t* const*, on the device: a pad of flags of each member
+  ROUTE_COUNT,    // uint32_t*, on the device: how many meetings there have been on this memory
   ROUTE_ROOM,     // where this rank's rows start in its slot
   ROUTE_READ,     // cudaEvent_t: this rank's reads of the latest use
   ROUTE_MET,      // cudaEvent_t: the meeting for this slot
@@ -29,7 +30,6 @@ struct Shipment {
   char const* held;     // the room's rows, where they are not there yet
   char* keep;           // [kept, row]: rows of `out` to copy once they are there
   int64_t kept;
-  uint32_t meeting;     // how many there have been on this memory, this one too
   void* watch;          // cudaEvent_t: the meeting, for the watchdog; or null
 };
 

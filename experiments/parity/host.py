@@ -66,7 +66,8 @@ class Idle:
 
 class IdleExpress(Express):
     def __init__(self, place: int, count: int) -> None:
-        self.place, self.count, self.pads, self.meetings = place, count, 0, 0
+        self.place, self.count, self.pads = place, count, 0
+        self.meetings = torch.zeros(1, dtype=torch.int32)
         self.met: Any = [Idle()] * MOST_SLOTS
         self.read: Any = Idle()
         self.home: Any = Idle()

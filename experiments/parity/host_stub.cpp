@@ -15,7 +15,7 @@ void again(Tensor, Tensor, int64_t, Maybe, Tensor) {}
 void remembering(std::vector<Tensor>, bool, Tensor, int64_t, Maybe, Tensor, Tensor,
                  std::vector<Tensor>, std::vector<Tensor>) {}
 void squares(std::vector<Tensor>, std::vector<int64_t>, int64_t, Tensor, Tensor, Tensor) {}
-void ship(Tensor, Tensor, int64_t, int64_t, Maybe, Maybe) {}
+void ship(Tensor, Tensor, int64_t, Maybe, Maybe) {}
 
 STABLE_TORCH_LIBRARY(zpp_lab, m) {
   m.def("encode(Tensor[] sources, Tensor table, int key, Tensor? noise_rows, Tensor(a!) out, "
@@ -30,8 +30,7 @@ STABLE_TORCH_LIBRARY(zpp_lab, m) {
         "Tensor(b!)[] after) -> ()");
   m.def("square_sums(Tensor[] grads, int[] numels, int rows, Tensor(a!) tops, Tensor(b!) sums, "
         "Tensor(c!) total) -> ()");
-  m.def("ship(Tensor(a!) out, Tensor route, int meeting, int watch, Tensor? held, "
-        "Tensor(b!)? keep) -> ()");
+  m.def("ship(Tensor(a!) out, Tensor route, int watch, Tensor? held, Tensor(b!)? keep) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zpp_lab, CPU, m) {

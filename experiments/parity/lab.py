@@ -33,6 +33,7 @@ from zpp_lab.tools.bench.step.engines import QuickStart
 LARGE = ModelConfig(  # 1.26 billion parameters
     dim=2048, layers=22, heads=16, kv_heads=16, ffn=5632, checkpoint_activations=True
 )
+TELEMETRY, EVALUATED = 4, 6  # steps
 Shape = tuple[ModelConfig, int, int, int]  # model, vocabulary, sequences, length
 SHAPES: dict[str, Shape] = {
     "tiny": (ModelConfig(dim=96, layers=2, heads=4, kv_heads=2, ffn=150), 259, 2, 64),
@@ -50,6 +51,7 @@ class Lab:
         self.only: list[str] = []  # shapes of clusters; all of them if empty
         self.priced: list[str] = ["auto"]  # engine.transport in `cost`
         self.blocks = 1  # engine.blocks_per_unit of the real engine
+        self.replays: dict[str, int] = {}  # steps from a CUDA graph, by case
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.transports: dict[tuple[ClusterConfig, Choice], Transport] = {}
 
@@ -113,13 +115,17 @@ class Lab:
         return VirtualEngine(model, build_plan(model, config), config)
 
     def run(self, engine: Any, shape: Shape, steps: int) -> tuple[list[Any], list[float]]:
-        done = []
+        """With telemetry once, and an evaluation once: steps from a CUDA graph come before and
+        after both."""
+        done: list[Any] = []
+        heldout = [self.batch(shape, 10**6, i, 0) for i in range(2 * self.world + 1)]
         for step in range(steps):
-            result = engine.step(step, 1e-3, partial(self.batch, shape, step), False)
+            if step == EVALUATED:
+                engine.evaluate(step, heldout, True)
+            result = engine.step(step, 1e-3, partial(self.batch, shape, step), step == TELEMETRY)
             done.append((result.loss, result.grad_norm, dict(result.bytes)))
             if (step + 1) % 100 == 0:
                 self.say(f"step {step + 1} of {steps}")
-        heldout = [self.batch(shape, 10**6, i, 0) for i in range(2 * self.world + 1)]
         return done, [engine.evaluate(steps, heldout, wire) for wire in (True, False)]
 
 

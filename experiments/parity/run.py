@@ -52,7 +52,9 @@ def table(lab: Lab, sizes: list[str], cases: list[str], steps: int) -> bool:
     wrong = {k: v for k, v in found.items() if v}
     for key, text in wrong.items():
         lab.say(f"DIFFERS {key}: {text}")
-    lab.say(f"table: {len(found) - len(wrong)} of {len(found)} bit-equal")
+    eager = [key for key, count in lab.replays.items() if not count]
+    lab.say(f"table: {len(found) - len(wrong)} of {len(found)} bit-equal, {len(eager)} eager")
+    lab.say(f"eager: {eager}")
     return not wrong
 
 
@@ -63,6 +65,7 @@ def _some_cases(
     for i, case in enumerate(cases):
         engine = lab.real(shape, configured(case, cluster))
         outcome = lab.run(engine, shape, steps)
+        lab.replays[f"{size} {lab.shape(cluster)} {case}"] = engine.graph.replays
         weights = {n: p.full_tensor().cpu() for n, p in engine.parameters.items()}
         if i == lab.rank:
             mine, own = (*outcome, weights), case

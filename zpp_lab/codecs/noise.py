@@ -49,7 +49,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -64,11 +64,12 @@ LANES = 8  # elements served by one counter
 
 
 def philox(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run Philox4x32-7 on int64 tensors that hold 32-bit words; broadcasts its inputs."""
+    """Run Philox4x32-7 on int64 tensors that hold 32-bit words; broadcasts its inputs. `key`: 64
+    bits, or its low and high word as a tensor [2]."""
     c0, c1, c2, c3 = counter
-    k0, k1 = key & LOW, key >> 32
+    k0, k1 = (key & LOW, key >> 32) if isinstance(key, int) else (key[0], key[1])
     for _ in range(ROUNDS):
         p0, p1 = c0 * M0, c2 * M1  # int64 wraps; the 64 product bits are right
         c0, c1, c2, c3 = (
@@ -95,11 +96,16 @@ def noise_key(seed: int, step: int, micro: int, wire: Wire) -> int:
 
 @dataclass(frozen=True)
 class Noise:
-    """Noise of R payload rows: row i is encoded by rank `ranks[i]` for shard `rows[i]`."""
+    """Noise of R payload rows: row i is encoded by rank `ranks[i]` for shard `rows[i]`.
+
+    words: the same on the device, int32 [R + 1, 2]: rank and row of each, then the key's low and
+    high word. They count in place of `key`, so what a CUDA graph has captured draws as they say.
+    """
 
     key: int
     ranks: tuple[int, ...]
     rows: tuple[int, ...]
+    words: Tensor | None = None
 
     @classmethod
     def of_owners(cls, seed: int, step: int, wire: Wire, ranks: Iterable[int]) -> Noise:
@@ -117,13 +123,14 @@ class Noise:
         rows = _column(self.rows * len(parameters), device)
         ranks = _column(self.ranks * len(parameters), device)
         each = _column(tuple(i for i in parameters for _ in self.rows), device)
-        words = philox((groups.expand(len(rows), -1), rows, ranks, each), self.key)
+        key = self.key if self.words is None else self.words[-1].to(torch.int64) & LOW
+        words = philox((groups.expand(len(rows), -1), rows, ranks, each), key)
         halves = torch.stack([h for w in words for h in (w & 0xFFFF, w >> 16)], dim=-1)
         bits = halves.flatten(1)[:, :numel].to(torch.float32)
         return (bits + 0.5) * 2.0**-16
 
 
-@lru_cache(maxsize=1024)
+@cache
 def _column(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [n, 1], uploaded once."""
+    """int64 [n, 1], uploaded once, and never given up: a CUDA graph may read it."""
     return torch.tensor(values, dtype=torch.int64, device=device)[:, None]

@@ -11,7 +11,7 @@ one that fails leaves everything as it was.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,16 +72,24 @@ class Clock:
     grad: bool = True  # a backward follows this forward: keep what it needs
     master: bool = False  # gathers bring the master weights' own bytes, not the recipe's
     observer: Observer | None = None
+    # of a step that a CUDA graph captures: (micro-step, wire, ranks, rows) → noise on the device
+    drawn: Callable[[int, Wire, tuple[int, ...], tuple[int, ...]], Noise] | None = None
 
     def weights_noise(self, wire: Wire, *ranks: int) -> Noise:
         """Of the shards of `ranks`. Every micro-step of a step gathers the same weights with the
         same noise."""
-        return Noise.of_owners(self.seed, self.step, wire, ranks)
+        return self._noise(0, wire, ranks, ranks)
 
     def grads_noise(self, wire: Wire, rank: int, rows: Sequence[int]) -> Noise:
         """`rank` encodes one row for each shard in `rows`."""
-        key = noise_key(self.seed, self.step, self.micro, wire)
-        return Noise(key, (rank,) * len(rows), tuple(rows))
+        return self._noise(self.micro, wire, (rank,) * len(rows), tuple(rows))
+
+    def _noise(
+        self, micro: int, wire: Wire, ranks: tuple[int, ...], rows: tuple[int, ...]
+    ) -> Noise:
+        if self.drawn is not None:
+            return self.drawn(micro, wire, ranks, rows)
+        return Noise(noise_key(self.seed, self.step, micro, wire), ranks, rows)
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,11 @@ class Memories:
         self.old = {key: kept for key, kept in before.old.items() if key in same}
         before.old = {}
 
+    def steady(self, step: int) -> bool:
+        """Whether the step reads all memories and writes all: none is new, or reset."""
+        every = self.planned.items()
+        return all(key in self.old and not own.memory.resets(step) for key, own in every)
+
     def start(self, step: int) -> None:
         """Begin the step, or begin it once more."""
         self.new, self.written, self.step = {}, set(), step
@@ -155,10 +168,14 @@ class Memories:
         self.written.add((key, rank))
         return self.new[key][self.ranks.index(rank)]
 
-    def commit(self) -> None:
-        """The step is done: what it has written counts from now on."""
+    def commit(self, in_place: bool = False) -> None:
+        """The step is done: what it has written counts from now on. `in_place`: what is remembered
+        stays where it is, and what is new is copied there."""
         ranks = {(key, rank) for key in self.new for rank in self.ranks}
         assert self.written == ranks, "some ranks have reduced a gradient that others have not"
+        if in_place and self.new:
+            torch._foreach_copy_([self.old[key] for key in self.new], list(self.new.values()))
+            self.new = {}
         stay = {k: t for k, t in self.old.items() if not self.planned[k].memory.resets(self.step)}
         self.old = stay | self.new
         self.start(self.step)

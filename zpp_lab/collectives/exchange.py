@@ -141,7 +141,7 @@ class Exchange:
         """A step has updated the masters (this rank's shards of the layout's parameters):
         keep the new weights, unless `ok` is false on the device."""
         sent = self._exchange(masters, done, ok, observer)
-        self.arrived = self.streams.mark(self.arrived)
+        self.arrived = self.streams.mark(self.arrived, outside=True)
         self.ledger.add(self.wire, sent)
         if sent * self.cluster.world != self.planned:
             raise LedgerError(

@@ -41,9 +41,10 @@ STARTS = {
 class Streams(Protocol):
     """What transports ask of a device's queues; a mark is a point of a stream."""
 
-    def mark(self, old: Any = None) -> Any:
+    def mark(self, old: Any = None, outside: bool = False) -> Any:
         """This point of the current stream. `old`: a mark that nobody will wait for any more;
-        waits that were asked for before stay as they are."""
+        waits that were asked for before stay as they are. `outside`: a CUDA graph waits for it
+        that does not hold it; the same of `old`."""
         ...
 
     def wait(self, mark: Any) -> None:
@@ -61,8 +62,9 @@ class CudaStreams:
     def __init__(self) -> None:
         self.lanes: dict[str, torch.cuda.Stream] = {}
 
-    def mark(self, old: torch.cuda.Event | None = None) -> torch.cuda.Event:
-        return torch.cuda.current_stream().record_event(old)
+    def mark(self, old: torch.cuda.Event | None = None, outside: bool = False) -> torch.cuda.Event:
+        event = torch.cuda.Event(external=True) if outside and old is None else old
+        return torch.cuda.current_stream().record_event(event)
 
     def wait(self, mark: torch.cuda.Event) -> None:
         torch.cuda.current_stream().wait_event(mark)
@@ -76,7 +78,7 @@ class CudaStreams:
 class HostStreams:
     """`Streams` of a CPU: all is done when a call is."""
 
-    def mark(self, old: Any = None) -> None:
+    def mark(self, old: Any = None, outside: bool = False) -> None:
         return None
 
     def wait(self, mark: Any) -> None:
@@ -113,6 +115,7 @@ class Transport(Protocol):
 
     cluster: ClusterConfig
     rank: int
+    watchdog: Watchdog
 
     def gathering(
         self, out: Tensor, link: Link, label: str, held: Tensor | None = None
@@ -180,7 +183,7 @@ class Collectives:
     """
 
     def __init__(self, cluster: ClusterConfig, rank: int) -> None:
-        self.cluster, self.rank = cluster, rank
+        self.cluster, self.rank, self.watchdog = cluster, rank, Watchdog(0.0)
         self.places = {link: self._place(link) for link in LINKS}
 
     def _place(self, link: Link) -> tuple[int, int]:

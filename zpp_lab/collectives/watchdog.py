@@ -29,6 +29,44 @@ class CollectiveError(RuntimeError):
     """A transfer failed or took too long; names its wire and unit."""
 
 
+class Captured:
+    """The transfers of a CUDA graph, each of which leaves the replay's number in pinned memory, so
+    that one that does not end can be named.
+
+    One serves all graphs under a watchdog. Its memory must not be freed while a capture is under
+    way, on any thread: torch then marks the streams that used it, and would capture the mark.
+    """
+
+    MOST = 2**14
+
+    def __init__(self, device: torch.device) -> None:
+        self.labels: list[object] = []
+        self.number = torch.zeros(1, dtype=torch.int32, device=device)
+        self.seen = torch.zeros(self.MOST, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.replays = 0
+
+    def begin(self) -> None:
+        """In a capture, before any transfer."""
+        self.labels = []
+        self.number.add_(1)
+
+    def mark(self, label: object) -> None:
+        """In the capture, behind a transfer."""
+        place = len(self.labels)
+        if place < self.MOST:
+            self.labels.append(label)
+            self.seen[place : place + 1].copy_(self.number, non_blocking=True)
+
+    def start(self, labels: list[object]) -> None:
+        """A replay of the graph with these transfers is about to begin."""
+        self.labels, self.replays = labels, self.replays + 1
+
+    def __str__(self) -> str:
+        done = self.seen[: len(self.labels)].tolist()
+        waits = (str(x) for x, n in zip(self.labels, done, strict=True) if n < self.replays)
+        return next(waits, "the step's kernels")
+
+
 class Watch:
     """A transfer that the body starts; on a GPU it goes on after the body. An error names it.
 
@@ -37,7 +75,7 @@ class Watch:
 
     __slots__ = ("began", "by", "device", "ended", "event", "label", "own", "rank")
 
-    def __init__(self, by: Watchdog, label: str, device: torch.device, rank: int) -> None:
+    def __init__(self, by: Watchdog, label: object, device: torch.device, rank: int) -> None:
         self.by, self.label, self.device, self.rank = by, label, device, rank
         self.began, self.ended = 0.0, False
         self.event: torch.cuda.Event | None = None
@@ -45,14 +83,15 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self.by.begun += 1
-        if self.by.seconds > 0:
+        if self.by.seconds > 0 and self.by.capturing is None:
             self.began = time.monotonic()
             self.by.flying.append(self)
         return self
 
     def own_event(self) -> int:
         """For a body that records the transfer's end by itself: a raw event, 0 for none."""
-        if self.by.seconds <= 0 or self.device.type != "cuda":
+        by = self.by
+        if by.seconds <= 0 or self.device.type != "cuda" or by.capturing is not None:
             return 0
         self.own = self.by.event()
         return int(self.own.cuda_event)
@@ -67,6 +106,10 @@ class Watch:
             self.ended = True
             self.by.failed = f"{self.label} failed"
             raise CollectiveError(f"rank {self.rank}: {self.label} failed: {error}") from error
+        if self.by.capturing is not None:
+            self.by.capturing.mark(self.label)
+            self.ended = True
+            return
         if kind is not None or self.by.seconds <= 0 or self.device.type != "cuda":
             self.ended = True
             return
@@ -87,6 +130,8 @@ class Watchdog:
 
     def __init__(self, seconds: float, act: Callable[[str], None] | None = None) -> None:
         self.seconds, self.act = seconds, act or (lambda message: on_late(message))
+        self.captured: Captured | None = None  # of all CUDA graphs
+        self.capturing: Captured | None = None  # the same during a capture
         self.begun, self.failed = 0, ""  # transfers so far; what befell the first that failed
         self.flying: deque[Watch] = deque()
         self.spare: deque[torch.cuda.Event] = deque()  # of transfers that have finished
@@ -95,8 +140,13 @@ class Watchdog:
         if seconds > 0:
             threading.Thread(target=self._look, name="collectives", daemon=True).start()
 
-    def watch(self, label: str, device: torch.device, rank: int = 0) -> Watch:
+    def watch(self, label: object, device: torch.device, rank: int = 0) -> Watch:
         return Watch(self, label, device, rank)
+
+    def graphs(self, device: torch.device) -> Captured:
+        """The transfers of CUDA graphs on the device."""
+        self.captured = self.captured or Captured(device)
+        return self.captured
 
     def event(self) -> torch.cuda.Event:
         """One that nothing waits for."""
@@ -130,7 +180,7 @@ class Watchdog:
         if not self.flying:
             return None
         oldest = self.flying[0]
-        return oldest.label if time.monotonic() - oldest.began > self.seconds else None
+        return str(oldest.label) if time.monotonic() - oldest.began > self.seconds else None
 
 
 @contextmanager
@@ -149,7 +199,7 @@ def under_way() -> tuple[int, str]:
     failed = [watchdog.failed for watchdog in every if watchdog.failed]
     waiting = [w for watchdog in every for w in list(watchdog.flying) if not w.finished()]
     oldest = min(waiting, key=lambda w: w.began, default=None)
-    return begun, next(iter([*failed, *([oldest.label] if oldest else []), *_MEETINGS]), "")
+    return begun, next(iter([*failed, *([str(oldest.label)] if oldest else []), *_MEETINGS]), "")
 
 
 def when_late(act: Callable[[str], None]) -> None:

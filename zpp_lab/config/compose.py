@@ -65,7 +65,7 @@ _LENGTH = ("train.steps", "train.warmup_steps", "train.eval_every")
 _SHAPE = ("dim", "layers", "heads", "kv_heads", "ffn")
 _DETAILS = ("tied_head", "rope_theta", "norm_eps", "qk_norm")
 OWNERS = {  # settings that only this engine or model heeds; of others `Config` itself says so
-    "virtual": ("engine", ("graph", "lanes")),
+    "virtual": ("engine", ("lanes",)),
     "fsdp": ("engine", ("ordered", "prefetch", "offload", "transport")),
     "deepspeed": ("engine", ("emulate_nodes",)),
     "llama": ("model", (*_SHAPE, *_DETAILS)),

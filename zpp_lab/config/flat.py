@@ -32,6 +32,7 @@ FREE = (
     "run",
     "tracking",
     "engine.threads",
+    "engine.graph",
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.checkpoint_weights_only",

@@ -280,6 +280,7 @@ class Llama(nn.Module):
         self.cfg = cfg
         self.vocab_size = vocab_size
         self.gives_token_scores = True  # `each`: held-out losses need no whole logits either
+        self.same_every_step = True  # a CUDA graph may hold forward and backward
         self.rope = rope = Rope(cfg.dim // cfg.heads, cfg.rope_theta)
         self.embed = Embedding(vocab_size, cfg.dim)
         self.layers = nn.ModuleList(Block(cfg, rope) for _ in range(cfg.layers))

@@ -21,7 +21,7 @@ from tests.tools.links.shared import refusal
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.study.speed.results import read_speeds
 from zpp_lab.tools.bench.step import run
-from zpp_lab.tools.bench.step.arms import COMPUTE, Arm, arms, compared, with_compute
+from zpp_lab.tools.bench.step.arms import COMPUTE, KERNELS, Arm, arms, compared, with_compute
 from zpp_lab.tools.bench.step.run import Pace, StepBench, main
 from zpp_lab.tools.bench.step.session import SessionError
 from zpp_lab.tools.links.nodes import OneHost
@@ -101,10 +101,11 @@ def test_arms_take_turns_and_the_files_say_what_came_out(
     assert made.cells["zeropp", None].waiting == [0.01] * 6
     assert made.cells["fsdp2", None].waiting == []  # nobody told
     timed = [name for do, name, steps in fake.asked if do == "steps" and steps == 3]
-    assert timed == [COMPUTE] * 2 + ["fsdp2", "zeropp"] * 2
+    assert timed == [COMPUTE] * 2 + [KERNELS] * 2 + ["fsdp2", "zeropp"] * 2
     assert ("drop", COMPUTE, 0) in fake.asked
+    assert ("drop", KERNELS, 0) in fake.asked
     turns = [(do, steps) for do, _, steps in fake.asked if do in ("drain", "steps")]
-    assert turns == [("drain", 0), ("steps", 1), ("steps", 3)] * 6  # nothing of another arm travels
+    assert turns == [("drain", 0), ("steps", 1), ("steps", 3)] * 8  # nothing of another arm travels
     rows = read_rows(tmp_path)
     assert rows["zeropp"]["step_s"] == "0.2"  # the slowest rank's
     assert rows["zeropp"]["steps"] == "6"
@@ -124,7 +125,7 @@ def test_arms_take_turns_and_the_files_say_what_came_out(
         with path.open("w", newline="") as file:
             csv.writer(file).writerows(older)
         bench(tmp_path, ["qsdp"])  # another call adds to the files
-        assert list(read_rows(tmp_path)) == ["fsdp2", "zeropp", COMPUTE, "qsdp"]
+        assert list(read_rows(tmp_path)) == ["fsdp2", "zeropp", COMPUTE, KERNELS, "qsdp"]
     assert "tokens/s" in capsys.readouterr().out
 
 
@@ -141,7 +142,7 @@ def beside(words: list[str], *overrides: str) -> dict[str, str]:
 
 
 def test_plain_arms_and_twins_come_by_themselves() -> None:
-    plain = dict.fromkeys(["fsdp2", "fsdp2+node", "hsdp"], "")
+    plain = dict.fromkeys(["fsdp2", "fsdp2+node", "hsdp", "fsdp2+node+graph"], "")
     assert beside([DIFF]) == {**plain, "amsp_node": "", "diff_g84h": "amsp_node"}
     assert beside(["w4", "w8"]) == {**plain, "zero3": "", "w4": "zero3", "w8": "zero3"}  # once
     assert beside(["amsp_node", DIFF]) == {**plain, "amsp_node": "", "diff_g84h": "amsp_node"}
@@ -149,6 +150,7 @@ def test_plain_arms_and_twins_come_by_themselves() -> None:
     assert beside([DIFF, larger])["diff_g84h_4"] == "diff_g84h_4_raw"  # its own units
     assert beside(["zeropp"], "cluster=1x2") == {
         "fsdp2": "",
+        "fsdp2+graph": "",
         "zeropp_raw": "",
         "zeropp": "zeropp_raw",
     }
@@ -213,9 +215,9 @@ def test_an_arm_that_fails_costs_only_itself(fake: type[Fake], tmp_path: Path) -
     fake.fails = "fsdp2"
     made = bench(tmp_path, ["fsdp2", "zeropp"])
     assert made.failed == {"fsdp2": "rank 1: it is broken"}
-    assert list(read_rows(tmp_path)) == [COMPUTE, "zeropp"]
+    assert list(read_rows(tmp_path)) == [COMPUTE, KERNELS, "zeropp"]
     timed = [name for do, name, steps in fake.asked if do == "steps" and steps == 3]
-    assert timed == [COMPUTE, COMPUTE, "fsdp2", "zeropp", "zeropp"]  # no turn is taken twice
+    assert timed == [COMPUTE, COMPUTE, KERNELS, KERNELS, "fsdp2", "zeropp", "zeropp"]  # once each
     assert json.loads((tmp_path / "1x2.json").read_text())["failed"] == made.failed
 
 

@@ -224,4 +224,6 @@ def _noise(noise: Noise | None, layout: Layout, out: Tensor) -> tuple[int, Tenso
     """Return key and rows as the operators take them."""
     if noise is None or not layout.stochastic:
         return 0, None
+    if noise.words is not None:
+        return 0, noise.words
     return signed(noise.key), noise_rows(noise.ranks, noise.rows, out.device)

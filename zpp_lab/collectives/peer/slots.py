@@ -44,14 +44,17 @@ class Express:
     """Transfers over one buffer of a link, on this rank's current CUDA device.
 
     place: this rank's among `count` members; pads: on the device, the address of every member's pad
-    of flags, all zero; lane: the stream for copies inside this device.
+    of flags, all zero; lane: the stream for copies inside this device; meetings: int32 [1] on the
+    device, zero, which counts the ranks' meetings.
     """
 
-    def __init__(self, place: int, count: int, pads: int, lane: torch.cuda.Stream) -> None:
+    def __init__(
+        self, place: int, count: int, pads: int, lane: torch.cuda.Stream, meetings: Tensor
+    ) -> None:
         self.place, self.count, self.pads, self.lane = place, count, pads, lane
         self.met = [_event() for _ in range(MOST_SLOTS)]
         self.read, self.home = _event(), _event()
-        self.meetings = 0
+        self.meetings = meetings
         self.call = torch.ops.zpp_lab.ship.default
 
     def route(self, part: Part) -> Tensor:
@@ -60,6 +63,7 @@ class Express:
             self.place,
             self.count,
             self.pads,
+            self.meetings.data_ptr(),
             part.room.data_ptr(),
             self.read.cuda_event,
             self.met[part.slot].cuda_event,
@@ -79,8 +83,12 @@ class Express:
         to record behind the meeting, or 0."""
         if part.route is None:
             part.route = self.route(part)
-        self.meetings += 1
-        self.call(out, part.route, self.meetings, watch, held, keep)
+        self.call(out, part.route, watch, held, keep)
+
+    def rebase(self) -> None:
+        """Let all events stand for this point of the current stream."""
+        for event in (*self.met, self.read, self.home):
+            event.record()
 
 
 def _event() -> torch.cuda.Event:
@@ -213,6 +221,22 @@ class Ring:
         mine = self.buffers[self.own][at : at + rows * columns * each]
         room = mine.view(rows * columns, each)
         return Part(room, at // self.size, rows, tuple(sources), tuple(order))
+
+    def rebase(self, meet: bool) -> None:
+        """Start over at this point of the current stream, behind which all of this rank's uses lie:
+        a CUDA graph may wait for no mark from outside, and nobody for one of its marks. `meet`: the
+        others have come to this point, too, so that every slot may be written."""
+        if not self.buffers:
+            return
+        if meet:
+            self.shared.barrier()
+        if self.express is not None:
+            self.express.rebase()
+        else:
+            self.barriers = [
+                None if mark is None else self.shared.streams.mark(mark) for mark in self.barriers
+            ]
+            self.read = None if self.read is None else self.shared.streams.mark(self.read)
 
     def _grow(self, nbytes: int) -> None:
         self.size = -(-nbytes // 256) * 256

@@ -63,7 +63,9 @@ class SymmetricMemory:
         with STREAMS.lane(f"{id(self)} own"):
             lane = torch.cuda.current_stream()
         place, count = self.group.rank(), self.group.size()
-        return Express(place, count, self.handle.signal_pad_ptrs_dev, lane)
+        meetings = torch.zeros(1, dtype=torch.int32, device=self.device)
+        torch.cuda.synchronize(self.device)
+        return Express(place, count, self.handle.signal_pad_ptrs_dev, lane, meetings)
 
     def barrier(self) -> None:
         assert self.handle is not None, "nothing is allocated"

@@ -30,7 +30,7 @@ class PeerTransport:
         self, groups: ProcessGroups, shared: Mapping[Link, Callable[[], Shared]], least: int
     ) -> None:
         self.groups, self.shared, self.least = groups, shared, least
-        self.cluster, self.rank = groups.cluster, groups.rank
+        self.cluster, self.rank, self.watchdog = groups.cluster, groups.rank, groups.watchdog
         self.links = {link: members(self.cluster, link, self.rank) for link in shared}
         self.rings: dict[tuple[Kind, Link], Ring] = {}
 

@@ -12,7 +12,7 @@ update has been started; a norm that is not finite has held it back on the devic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -41,6 +41,7 @@ from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepRes
 from zpp_lab.engines.frozen import check_marks
 from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp.comm import check_unit
+from zpp_lab.engines.fsdp.graph import StepGraph, obstacle
 from zpp_lab.engines.fsdp.kept import Kept, on_ranks
 from zpp_lab.engines.fsdp.prefetch import InVain, Laps, Prefetch, Usage
 from zpp_lab.engines.fsdp.watch import Finding, RankWatch, merged_telemetry
@@ -120,6 +121,17 @@ class FsdpEngine(Engine):
         self.parameters = {n: p for n, p in model.named_parameters() if n not in names}
         self.kept = Kept(self.wrapped.installed, self.parameters)
         self.optimizer = adamw(self.parameters, config.optimization, config.seed)
+        static = bool(config.engine.graph is True or getattr(model, "same_every_step", False))
+        self.graph = StepGraph(
+            self._passes,
+            config.engine.graph,
+            obstacle(device, config.engine.offload, static),
+            self.parameters,
+            self.wrapped,
+            self.transport,
+            self.transport.watchdog,
+            device,
+        )
         self.built = building.seconds
 
     def _connect(self) -> Transport:
@@ -148,6 +160,7 @@ class FsdpEngine(Engine):
         first = max(first for first in self.plans if first <= done)
         if self.plan is not self.plans[first]:
             self.plan, self.settled = self.plans[first], None
+            self.graph.restart()
             self.wrapped.follow(list(self.plans).index(first))
             self.memories = self.wrapped.memories
 
@@ -169,6 +182,8 @@ class FsdpEngine(Engine):
         fell_back = self.wrapped.fallbacks.check(self.config.engine.allow_fallback)
         grads = self._grads()
         sent = self._sent(use, frozenset(grads), as_planned=not fell_back)
+        if watch is None:
+            self.graph.note(self.settled)
         losses, norm = self._totals(own, grads)
         laps.done("norm")
         self._update(step, lr, norm, list(grads.values()))
@@ -177,7 +192,7 @@ class FsdpEngine(Engine):
         loss, length = self._read(fold_sum(losses.flatten()) / losses.numel(), norm)
         if not math.isfinite(length):
             self._explain(step, batches)
-        self.memories.commit()
+        self.memories.commit(in_place=self.graph.step is not None)
         errors = self._telemetry(watch.errors, use) if watch and watch.errors else None
         self.enter(step + 1)
         laps.done("waiting")
@@ -191,6 +206,19 @@ class FsdpEngine(Engine):
         self, step: int, batches: Batches, watch: RankWatch | None
     ) -> tuple[Tensor, StepUse]:
         """Forward and backward of every micro-step; this rank's losses, fp64 [micro-steps]."""
+        own = [batches(self.rank, micro) for micro in range(self.plan.micro_steps)]
+        if watch is not None:
+            self.graph.drop()
+            return self._passes(step, own, watch)
+        if not self.graph.ready or not self.memories.steady(step):
+            return self.graph.eager(step, own)
+        self.memories.start(step)
+        return self.graph.replay(step, own)
+
+    def _passes(
+        self, step: int, batches: Sequence[Batch], watch: RankWatch | None = None
+    ) -> tuple[Tensor, StepUse]:
+        """The same of this rank's batches, one a micro-step, on this very call."""
         self.wrapped.reshard()
         self.memories.start(step)
         for unit in self.wrapped.installed:
@@ -206,7 +234,7 @@ class FsdpEngine(Engine):
             self.clock.observer = watch.at(micro) if watch else None
             self.root.set_reshard_after_backward(last or self.plan.recipe.config.again)
             reduces = last or not self.plan.accumulate_last
-            losses[micro] = self._pass(batches(self.rank, micro), reduces)
+            losses[micro] = self._pass(batches[micro], reduces)
             passes.append(self.usage.taken())
         self.clock.observer = None
         return losses, StepUse(tuple(passes), self._reduced())
@@ -233,7 +261,7 @@ class FsdpEngine(Engine):
         return loss.detach()
 
     def _on_device(self, batch: Batch) -> Batch:
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or batch[0].is_cuda:
             return batch
         return tuple(t.pin_memory().to(self.device, non_blocking=True) for t in batch)
 
@@ -310,7 +338,9 @@ class FsdpEngine(Engine):
         self.optimizer.zero_grad(set_to_none=True)
         order = {name: i for i, name in enumerate(self.parameters)}
         watch = RankWatch(step, self.rank, order, check=True)
-        self._gradients(step, batches, watch)
+        self.graph.drop()
+        own = [batches(self.rank, micro) for micro in range(self.plan.micro_steps)]
+        self._passes(step, own, watch)
         if not self.wrapped.installed:
             self._look_at_means(watch)
         self.optimizer.zero_grad(set_to_none=True)
@@ -333,6 +363,7 @@ class FsdpEngine(Engine):
     def token_scores(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
         """Ranks take the batches in turn; all of them join every gather and get all scores."""
         todo, world = list(batches), self.cluster.world
+        self.graph.drop()
         self.enter(step)
         self._start(step)
         self.wrapped.reshard()
@@ -382,6 +413,7 @@ class FsdpEngine(Engine):
         kept = state["optimizer"]
         dtypes = {k: {n: t.dtype for n, t in named.items()} for k, named in kept.items()}
         check_state(self.optimizer, self.parameters, dtypes)
+        self.graph.drop()
         self.wrapped.reshard()
         self._make_optimizer_state(kept.get("step", {}))
         with torch.no_grad():
@@ -410,6 +442,7 @@ class FsdpEngine(Engine):
         they agree after reading, and nothing is exchanged before, so no rank waits for one that
         found damage. Another checkpoint can be loaded then.
         """
+        self.graph.drop()
         self.agreed(lambda: self._make_room(saved, memories))
         self.wrapped.reshard()
         state, there = self._state(self.kept.remembered()), saved.kept_names

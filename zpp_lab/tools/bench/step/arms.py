@@ -7,8 +7,10 @@ An arm is a word of `--recipes`, or `--arm "NAME: overrides"`:
     hsdp           the same on a mesh of two dimensions: sharded in the node, copies across nodes
     fsdp2+groups   the same as fsdp2, with a communicator of its own for gradients
     compute        one rank's work without any communication: the floor of every arm
+    ...+graph      any of these with forward and backward in one CUDA graph, as our own arms have;
+                   compute+graph is the floor of arms with a graph: what the kernels need
     RECIPE         a recipe of conf/recipe on engine=fsdp
-    NAME: ...      any overrides of `zpp-lab train`; after one of the first five words its own
+    NAME: ...      any overrides of `zpp-lab train`; after one of the words above its own
 
 `compared` adds plain FSDP2 in each way that differs on the cluster, and for each arm of engine=fsdp
 with codecs its raw twin (`config.recipe.twin`).
@@ -32,7 +34,12 @@ OWN = {
     "fsdp2+groups": ("plain_groups", "fsdp2", "zero3 + separate groups", []),
     "compute": ("compute", "none", "compute only", []),
 }
-COMPUTE = "compute"
+COMPUTE, KERNELS = FLOORS = "compute", "compute+graph"
+GRAPH = "+graph"
+OWN |= {
+    word + GRAPH: (maker, engine, f"{recipe} + CUDA graph", [*more, "engine.graph=true"])
+    for word, (maker, engine, recipe, more) in OWN.items()
+}
 PLAIN = "fsdp2"  # the engine of arms with nothing of this package around them
 DEFAULTS = [
     "engine=fsdp",
@@ -97,22 +104,33 @@ def compared(every: Sequence[Arm], overrides: Sequence[str]) -> list[Arm]:
     twin before the first arm that it belongs to."""
     if not every:
         return []
-    makers = {arm.maker for arm in every}
-    plain = [w for w in plain_words(every[0].config.cluster) if OWN[w][0] not in makers]
+    there = {(arm.maker, arm.config.engine.graph is True) for arm in every}
+    words = plain_words(every[0].config.cluster)
+    if _graphs(every):  # FSDP2's users can have one, too: of the way that was fastest with one
+        words += [words[min(1, len(words) - 1)] + GRAPH]
+    plain = [w for w in words if (OWN[w][0], w.endswith(GRAPH)) not in there]
     found = [*arms(plain, overrides)] if plain else []
     usual = _arm(PLAIN, overrides).config
     for arm in every:
         if arm.maker == "quick" and arm.config.recipe.coded:
             config = replace(arm.config, recipe=twin(arm.config.recipe))
-            there = [a for a in (*every, *found) if _same(a, config)]
+            same = [a for a in (*every, *found) if _same(a, config)]
             taken = {a.name for a in (*every, *found)}
-            raw = there[0] if there else _raw(arm, config, usual, taken)
-            if not there:
+            raw = same[0] if same else _raw(arm, config, usual, taken)
+            if not same:
                 found.append(raw)
             arm = replace(arm, twin=raw.name)
         found.append(arm)
     first = [arm for arm in found if arm.engine == PLAIN]  # so that no budget ends before them
     return [*first, *(arm for arm in found if arm.engine != PLAIN)]
+
+
+def _graphs(every: Sequence[Arm]) -> bool:
+    """Whether arms of this package may replay CUDA graphs."""
+    return any(
+        arm.maker == "quick" and arm.config.engine.graph and arm.config.engine.device != "cpu"
+        for arm in every
+    )
 
 
 def plain_words(cluster: ClusterConfig) -> list[str]:
@@ -157,10 +175,15 @@ def sessions(every: Sequence[Arm]) -> list[list[Arm]]:
 
 
 def with_compute(every: Sequence[Arm]) -> list[Arm]:
-    """Return the arms, and first of all `compute`, of the settings of the first arm."""
-    rest = [arm for arm in every if arm.name != COMPUTE]
+    """Return the arms, and first of all their floors, of the settings of the first arm."""
+    rest = [arm for arm in every if arm.name not in FLOORS]
     if not rest:
         return list(every)
-    maker, engine, recipe, _ = OWN[COMPUTE]
-    first = replace(rest[0], name=COMPUTE, maker=maker, engine=engine, recipe=recipe)
-    return [replace(first, session="ours"), *rest]
+    floors = []
+    for name in FLOORS if _graphs(rest) else [COMPUTE]:
+        maker, engine, recipe, _ = OWN[name]
+        config = rest[0].config
+        config = replace(config, engine=replace(config.engine, graph=name == KERNELS))
+        made = replace(rest[0], name=name, maker=maker, engine=engine, recipe=recipe, twin="")
+        floors.append(replace(made, config=config, session="ours"))
+    return [*floors, *rest]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,9 +24,10 @@ from zpp_lab.collectives.recipe import DTYPES
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.schema import Config
-from zpp_lab.engines.base import Batches, Engine
+from zpp_lab.engines.base import Batch, Batches, Engine
 from zpp_lab.engines.build import build_engine, build_plan
 from zpp_lab.engines.fsdp.engine import FsdpEngine
+from zpp_lab.engines.fsdp.graph import WARM_UP
 from zpp_lab.engines.optim.build import adamw
 from zpp_lab.engines.units import named_units
 from zpp_lab.models import build_model
@@ -111,6 +113,37 @@ def built(config: Config, device: torch.device) -> Timed:
     return Through(build_engine(config, vocabulary(config), device))
 
 
+class Replayed:
+    """Runs forward and backward of a plain loop: `run` on all batches of a step → their losses.
+    graph: from a CUDA graph, after some eager steps. Batches are then copied to where it reads
+    them, and gradients put back to where it leaves them."""
+
+    def __init__(
+        self, run: Callable[[list[Batch]], list[Tensor]], model: nn.Module, graph: bool
+    ) -> None:
+        self.run, self.model, self.wanted, self.calls = run, model, graph, 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, batches: list[Batch]) -> list[Tensor]:
+        self.calls += 1
+        if not self.wanted or self.calls <= WARM_UP:
+            return self.run(batches)
+        if self.graph is None:
+            self.inputs = [tuple(t.clone() for t in batch) for batch in batches]
+            graph = torch.cuda.CUDAGraph()
+            stream = torch.cuda.current_stream()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self.losses = self.run(self.inputs)
+            self.graph, self.grads = graph, [p.grad for p in self.model.parameters()]
+        for own, new in zip(self.inputs, batches, strict=True):
+            for mine, theirs in zip(own, new, strict=True):
+                mine.copy_(theirs)
+        self.graph.replay()
+        for p, grad in zip(self.model.parameters(), self.grads, strict=True):
+            p.grad = grad
+        return self.losses
+
+
 class PlainFsdp2:
     """FSDP2 as its users write it, with its own defaults and nothing of ours around it.
 
@@ -148,22 +181,37 @@ class PlainFsdp2:
             self.model.set_separate_reduce_scatter_group(True)
         draw(self.model, device)
         self.optimizer = adamw(dict(self.model.named_parameters()), config.optimization)
+        self.passes = Replayed(partial(_passes, self.model), self.model, _graph(config))
 
     def step(self, number: int, batches: Batches) -> Bytes | None:
         import torch.distributed as dist
 
-        micros, losses = self.train.micro_steps, []
-        for micro in range(micros):
-            inputs, targets = (t.to(self.device) for t in batches(dist.get_rank(), micro))
-            loss = self.model(inputs, targets)
-            (loss / micros).backward()
-            losses.append(loss.detach())
+        losses = self.passes(_on(self.device, batches, dist.get_rank(), self.train.micro_steps))
         if self.train.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.train.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.waiting = _awaited(losses)
         return None
+
+
+def _graph(config: Config) -> bool:
+    """Whether a loop that is not this package's shall replay a CUDA graph: if it is told to."""
+    return config.engine.graph is True
+
+
+def _on(device: torch.device, batches: Batches, rank: int, micros: int) -> list[Batch]:
+    return [tuple(t.to(device) for t in batches(rank, micro)) for micro in range(micros)]
+
+
+def _passes(model: nn.Module, batches: list[Batch]) -> list[Tensor]:
+    """Forward and backward of each; gradients are those of the mean loss."""
+    losses = []
+    for inputs, targets in batches:
+        loss = model(inputs, targets)
+        (loss / len(batches)).backward()
+        losses.append(loss.detach())
+    return losses
 
 
 def _awaited(losses: Sequence[Tensor]) -> float:
@@ -207,18 +255,14 @@ class ComputeOnly:
         self.weights = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.master = {n: nn.Parameter(self._own(p).float()) for n, p in self.weights.items()}
         self.optimizer = adamw(self.master, config.optimization)
+        self.passes = Replayed(partial(_passes, self.model), self.model, _graph(config))
 
     def _own(self, whole: Tensor) -> Tensor:
         """This rank's part; which part costs no time."""
         return whole.detach().view(-1)[: -(-whole.numel() // self.world)]
 
     def step(self, number: int, batches: Batches) -> Bytes | None:
-        micros, losses = self.train.micro_steps, []
-        for micro in range(micros):
-            inputs, targets = (t.to(self.device) for t in batches(0, micro))
-            loss = self.model(inputs, targets)
-            (loss / micros).backward()
-            losses.append(loss.detach())
+        losses = self.passes(_on(self.device, batches, 0, self.train.micro_steps))
         self._update()
         self.waiting = _awaited(losses)
         return None

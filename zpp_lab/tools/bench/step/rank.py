@@ -33,6 +33,7 @@ from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import Batch
 from zpp_lab.engines.build import pick_device
+from zpp_lab.engines.fsdp.graph import WARM_UP
 from zpp_lab.tools.bench.step.engines import MAKERS, Timed, vocabulary
 from zpp_lab.train.footprint import settle
 from zpp_lab.train.launch.launcher import connect
@@ -51,10 +52,13 @@ class Rank:
         self.device = pick_device(first.engine)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+            # for all arms: a CUDA graph cannot be captured on the default stream
+            torch.cuda.set_stream(torch.cuda.Stream())
         deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.made: dict[int, Timed] = {}
         self.numbers: dict[int, int] = {}
         self.resident: dict[int, int] = {}  # bytes that an arm holds between its steps
+        self.captured: dict[int, int] = {}  # at most in its first ones: replays allocate nothing
 
     def facts(self, _: Answer) -> Answer:
         found = {"torch": torch.__version__, "device": str(self.device)}
@@ -73,6 +77,11 @@ class Rank:
         self.made[command["arm"]] = MAKERS[maker](config, self.device)
         self.numbers[command["arm"]] = 0
         self._step(command["arm"])  # the optimizer's state comes with the first step
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            for _ in range(WARM_UP + 1):  # and a CUDA graph with the last of these
+                self._step(command["arm"])
+            self.captured[command["arm"]] = torch.cuda.max_memory_allocated(self.device) - before
         self.resident[command["arm"]] = self._allocated() - before
         settle()
         return {}
@@ -104,6 +113,7 @@ class Rank:
         peak = None
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) - before + self.resident[arm]
+            peak = max(peak, self.captured[arm])
         wires = {wire: list(traffic) for wire, traffic in sent.items()} if sent else None
         return {"seconds": seconds, "waiting": waiting, "bytes": wires, "peak": peak}
 

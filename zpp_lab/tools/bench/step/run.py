@@ -11,6 +11,7 @@ overrides"`. What follows are overrides of `zpp-lab train`; tokens are random.
 Speeds are compared with the strongest plain FSDP2 and with an arm's raw twin, which has the same
 sharding and no codec. Both are added unless --no-twins is given. Arms take turns in the same
 processes, several rounds for each link: one step that is not counted, then some that are.
+Where arms replay a CUDA graph (engine.graph), plain FSDP2 is timed with and without one.
 
 --share-gpus lets nodes share GPUs where these are fewer than ranks, through MPS (a private daemon)
 or, with =time-slices, without it. Computing then takes as many times longer, and links do not; rows
@@ -39,7 +40,16 @@ from typing import Any
 from zpp_lab.config.parser import Parser, link_name, links, whole
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.runs.provenance import commit, machine_facts, versions
-from zpp_lab.tools.bench.step.arms import COMPUTE, Arm, arms, compared, sessions, with_compute
+from zpp_lab.tools.bench.step.arms import (
+    COMPUTE,
+    FLOORS,
+    KERNELS,
+    Arm,
+    arms,
+    compared,
+    sessions,
+    with_compute,
+)
 from zpp_lab.tools.bench.step.results import (
     GIB,
     Cell,
@@ -163,7 +173,7 @@ class StepBench:
             for number, arm in enumerate(arms):
                 active[:] = [arm.name]
                 session.ask(self._patience(), "build", arm=number)
-                if arm.name == COMPUTE:
+                if arm.name in FLOORS:
                     for round_ in range(self.pace.rounds):
                         self._turn(session, number, arm, None, round_)
                     session.ask(self._patience(), "drop", arm=number)
@@ -171,7 +181,7 @@ class StepBench:
                 self._limit(link)
                 for round_ in range(self.pace.rounds):
                     for number, arm in enumerate(arms):
-                        if arm.name == COMPUTE:
+                        if arm.name in FLOORS:
                             continue
                         active[:] = [arm.name]
                         self._turn(session, number, arm, link, round_)
@@ -188,7 +198,7 @@ class StepBench:
         return []
 
     def _timed_compute(self, arm: Arm) -> bool:
-        return arm.name == COMPUTE and self.turns.get((COMPUTE, None), 0) >= self.pace.rounds
+        return arm.name in FLOORS and self.turns.get((arm.name, None), 0) >= self.pace.rounds
 
     def _started(self, arms: list[Arm]) -> Session:
         """Ranks that have met. Sessions that end well share one MPS daemon, as ranks that start
@@ -274,9 +284,9 @@ class StepBench:
         config, step = arm.config, median(cell.seconds)
         train, nodes = config.train, self.cluster.nodes
         tokens = train.batch_size * config.data.seq_len * train.micro_steps * self.cluster.world
-        own = self.cells.get((COMPUTE, None))
+        own = self.cells.get((self._floor_of(arm), None))
         compute = median(own.seconds) if own else None
-        on_link = None if arm.name == COMPUTE else seconds_on_link(cell, nodes, link)
+        on_link = None if arm.name in FLOORS else seconds_on_link(cell, nodes, link)
         least, report = floor(on_link, compute), self.links.get(link)
         ledger, measured = ledger_bytes(cell, nodes), median(cell.sent) if cell.sent else None
         return Row(
@@ -314,6 +324,13 @@ class StepBench:
             call=self.call,
         )
 
+    def _floor_of(self, arm: Arm) -> str:
+        """Which step without communication bounds the arm: the kernels' where a graph is replayed,
+        else the one that the host starts kernel by kernel."""
+        graph = arm.config.engine.graph
+        replays = graph is True or (graph == "auto" and arm.maker == "quick")
+        return KERNELS if replays and (KERNELS, None) in self.cells else COMPUTE
+
     def _has_compute(self, rows: Sequence[dict[str, str]]) -> bool:
         """Whether a table has this shape's step without communication, for this model."""
         shape = self.cluster.nodes, self.cluster.gpus_per_node, self.placement.ranks_per_gpu
@@ -327,7 +344,7 @@ class StepBench:
             return
         machine = self.machine
         # a call with a tag adds arms; what they share was measured before, with the first ones
-        kept = [row for row in rows if row.arm != COMPUTE or not self.compute_known]
+        kept = [row for row in rows if row.arm not in FLOORS or not self.compute_known]
         write_rows(self.folder, kept)
         facts = {"machine": machine, "commit": commit(), "versions": versions(), **self.facts}
         details = {

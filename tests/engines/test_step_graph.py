@@ -1,0 +1,102 @@
+"""What a captured step reads and leaves beside its kernels; experiments/parity compares the steps
+themselves, from a graph and without one, on GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from tests.engines.fsdp_world import run_world
+from zpp_lab.codecs import parameter_id
+from zpp_lab.codecs.kernels.memory import Memory
+from zpp_lab.collectives.context import Clock, Memories, RowMemory
+from zpp_lab.collectives.watchdog import Captured, Watchdog
+from zpp_lab.config.schema import Config, EngineConfig, TrainConfig
+from zpp_lab.config.wires import FORWARD, INTRA
+from zpp_lab.engines.fsdp.graph import Words
+
+CPU = torch.device("cpu")
+
+
+def test_draws_of_a_graph_are_those_of_the_step_whose_keys_are_loaded() -> None:
+    """One table serves all steps: ranks and rows stay, keys follow."""
+    words, plain = Words(3, CPU, room=40), Clock(seed=3)
+    captured = Clock(seed=3, drawn=words.draw)
+    ids = (parameter_id("layers.0.up"), parameter_id("head"))
+    made = {}
+    for micro in (0, 1):
+        captured.micro = micro
+        made["rows", micro] = captured.grads_noise(INTRA, 2, range(4))
+        made["own", micro] = captured.weights_noise(FORWARD, 1, 3)  # the same in each micro-step
+    assert len(words.places) == 3
+    for step in (0, 7, 2**40):
+        words.load(step)
+        plain.step = step
+        for micro in (0, 1):
+            plain.micro = micro
+            for name, noise in (
+                ("rows", plain.grads_noise(INTRA, 2, range(4))),
+                ("own", plain.weights_noise(FORWARD, 1, 3)),
+            ):
+                found, wanted = (n.uniform(ids, 21, CPU) for n in (made[name, micro], noise))
+                assert torch.equal(found, wanted), (step, micro, name)
+
+
+def test_residuals_that_stay_where_they_are_get_the_same_values() -> None:
+    key = INTRA, "weight"
+    planned = {key: RowMemory(Memory("fp32"), rows=2, numel=8)}
+    moved, stayed = Memories(planned, [0]), Memories(planned, [0])
+    assert not stayed.steady(0)  # the first step makes them
+    for step in range(4):
+        values = torch.full((2, 8), float(step))
+        for memories in (moved, stayed):
+            memories.start(step)
+            memories.room(key, 0, CPU).copy_(values)
+        place = stayed.old[key].data_ptr() if step else None
+        moved.commit()
+        stayed.commit(in_place=step > 0)
+        assert stayed.steady(step + 1)
+        assert place in (None, stayed.old[key].data_ptr())
+        assert torch.equal(moved.old[key], stayed.old[key])
+
+
+def test_a_transfer_of_a_graph_that_does_not_end_is_named() -> None:
+    transfers = Captured(CPU)
+    transfers.begin()
+    for label in ("weights_forward of unit a", "grads_intra of unit b"):
+        transfers.mark(label)
+    for done, named in ((2, "the step's kernels"), (1, "grads_intra of unit b")):
+        transfers.start(transfers.labels)
+        transfers.seen[:done] = transfers.replays
+        assert str(transfers) == named
+
+
+def test_a_capture_has_no_transfers_of_its_own_in_flight() -> None:
+    watchdog = Watchdog(600.0, lambda message: None)
+    transfers = watchdog.capturing = watchdog.graphs(CPU)
+    with watchdog.watch("captured", CPU):
+        assert not watchdog.flying
+    assert transfers.labels == ["captured"]
+    watchdog.close()
+
+
+def _asked_for() -> str:
+    from tests.engines.fsdp_parity import run_real
+    from zpp_lab.collectives.transport import ProcessGroups
+    from zpp_lab.config.schema import ClusterConfig
+
+    engine = EngineConfig(name="fsdp", device="cpu", graph=True)
+    config = Config(cluster=ClusterConfig(1, 2), engine=engine, train=TrainConfig())
+    for name in ("auto", False):  # nothing to capture, and nothing to refuse
+        other = replace(config, engine=replace(engine, graph=name))
+        run_real(other, 1, ProcessGroups(config.cluster))
+    try:
+        run_real(config, 1, ProcessGroups(config.cluster))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_graph_that_cannot_be_is_refused_where_it_is_asked_for() -> None:
+    assert "engine.graph=true" in run_world(2, _asked_for)
