@@ -191,7 +191,7 @@ def shard(
     wrapped = wrap(
         model,
         cut,
-        list(plans.values()),
+        plans,
         ranks,
         device,
         seed=seed,
@@ -201,7 +201,7 @@ def shard(
     )
     mark(model, picked.cluster.world)
     return Sharded(
-        model, plan, wrapped, watchdog, Loop(model, wrapped, plans, device, group), picked.whole
+        model, plan, wrapped, watchdog, Loop(model, wrapped, device, group), picked.whole
     )
 
 

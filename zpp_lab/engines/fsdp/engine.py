@@ -95,7 +95,7 @@ class FsdpEngine(Engine):
         self.wrapped: Wrapped = wrap(
             model,
             units,
-            list(self.plans.values()),
+            self.plans,
             self.transport,
             device,
             seed=config.seed,
@@ -150,26 +150,17 @@ class FsdpEngine(Engine):
         return own_rows(shape, self.shards, self.part)
 
     def enter(self, done: int) -> None:
-        before = self.memories
-        self._follow(done)
-        if self.memories is not before:
-            self.memories.go_on(before)
-
-    def _follow(self, done: int) -> None:
-        """Take the plan of the step after `done` steps, and its memories as they are."""
-        first = max(first for first in self.plans if first <= done)
-        if self.plan is not self.plans[first]:
-            self.plan, self.settled = self.plans[first], None
+        if self.wrapped.enter(done):
+            self.plan, self.memories = self.wrapped.plan, self.wrapped.memories
+            self.settled = None
             self.graph.restart()
-            self.wrapped.follow(list(self.plans).index(first))
-            self.memories = self.wrapped.memories
 
     def _start(self, done: int) -> None:
         """What nodes keep after `done` steps got there as the last of them sent it."""
         if self.kept.stale:
-            self._follow(max(0, done - 1))
+            self.enter(max(0, done - 1))
             self.kept.start(done)
-            self._follow(done)
+            self.enter(done)
 
     # ------------------------------------------------------------------ one step
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from zpp_lab.codecs.numerics import total_norm
-from zpp_lab.collectives.plan import Plan, no_bytes
+from zpp_lab.collectives.plan import no_bytes
 from zpp_lab.collectives.reduce import Names
 from zpp_lab.collectives.transport import all_gather
 from zpp_lab.engines.frozen import Marks, differing, mark, mark_sum
@@ -51,30 +51,28 @@ TOGETHER = 2**22  # elements of parameters whose bits are added up at once
 
 
 class Loop:
-    """Moves the clock of a wrapped model. `plans`: each by the steps done when it begins; `group`:
-    of the ranks over which the model is cut, where the world has more."""
+    """Moves the clock of a wrapped model. `group`: of the ranks over which the model is cut, where
+    the world has more."""
 
     def __init__(
         self,
         model: nn.Module,
         wrapped: Wrapped,
-        plans: Mapping[int, Plan],
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self.model, self.wrapped, self.plans = model, wrapped, dict(plans)
-        self.device, self.group = device, group
-        self.begun, self.phase = False, 0  # whether a step is under way; the first step of its plan
+        self.model, self.wrapped, self.device, self.group = model, wrapped, device, group
+        self.begun = False  # whether a step is under way
         self.norm_at_end: Tensor | None = None  # of a step that an optimizer has ended
         self.kept = Kept(wrapped.installed, {}, group)
-        self.follows_updates = bool(self.kept.updates or any(p.memories for p in plans.values()))
+        remembers = any(plan.memories for plan in wrapped.plans.values())
+        self.follows_updates = remembers or bool(self.kept.updates)
         self.marked: Tensor | None = None  # the masters when they were last sent or updated
         self.there: Collection[str] = ()  # what nodes keep of a state that was loaded
         self.awaited: Marks = {}  # and of which masters
         self.taken: list[Names] = []  # of each reduction since the step began, in turn
         self.digest = hashlib.sha256()  # of these
-        self.agreed = True  # ranks have compared them at the end of a backward
-        self.asked = False  # they will at the end of the backward that runs
+        self.asked = -1  # the backward at whose end ranks compare these
         self.reduced: list[int] = []  # what backwards had left at the last forward with gradients
         self.outer: nn.Module | None = None  # the outermost module whose forward is under way
         self.arrived = False  # whether that forward has come to its first gather
@@ -93,19 +91,14 @@ class Loop:
         handle = register_optimizer_step_post_hook(partial(_tell, weakref.ref(self)))
         weakref.finalize(self, handle.remove)
 
-    @property
-    def plan(self) -> Plan:
-        return self.plans[self.phase]
-
     @torch.no_grad()
     def norm(self) -> Tensor:
         """Of the gradients, fp64: sums in rank order, the same in every run."""
         grads = {n: local(p.grad) for n, p in self._parameters().items() if p.grad is not None}
-        own = squares(grads, self.plan, self.device).view(1)
-        shards = self.plan.recipe.shards
-        every = own.new_empty(self.plan.recipe.cluster.world)
-        all_gather(every, own, group=self.group)
-        return total_norm(every[:shards])
+        own, recipe = squares(grads, self.wrapped.plan, self.device), self.wrapped.plan.recipe
+        every = own.new_empty(recipe.cluster.world)
+        all_gather(every, own.view(1), group=self.group)
+        return total_norm(every[: recipe.shards])
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Return the masters, also while whole weights are in their places; `to_empty` may have
@@ -121,8 +114,8 @@ class Loop:
             return
         if self.follows_updates and in_backward():
             raise RuntimeError(
-                f"recipe {self.plan.recipe.config.name} needs optimizer steps after backward, but "
-                "an optimizer stepped during it: step once all gradients are complete"
+                f"recipe {self.wrapped.plan.recipe.config.name} needs optimizer steps after "
+                "backward, but an optimizer stepped during it: step once all gradients are complete"
             )
         if self.norm_at_end is None:
             self.norm_at_end = self.norm() if self.follows_updates else torch.zeros(())
@@ -178,7 +171,7 @@ class Loop:
                 "weights than the model has: load the model's weights of the same checkpoint"
             )
         clock.master = not filled
-        self._enter(clock.step)
+        self.wrapped.enter(clock.step)
         if grad:
             self._begin()
 
@@ -212,10 +205,10 @@ class Loop:
             if self.there:
                 kept.loaded(self.there)
             else:  # as the last step would have sent it
-                self._enter(max(0, done - 1))
+                self.wrapped.enter(max(0, done - 1))
                 kept.start(done)
             self.there, self.awaited, self.marked = (), {}, None
-        if self.marked is None and (self.follows_updates or len(self.plans) > 1):
+        if self.marked is None and (self.follows_updates or len(self.wrapped.plans) > 1):
             self.marked = self._marks()
         return True
 
@@ -230,12 +223,12 @@ class Loop:
         if not first and reduced != self.reduced:
             self._check_sums()
             clock.micro += 1
-        self.reduced, self.agreed, self.asked = reduced, False, False
+        self.reduced = reduced
 
     def _check_sums(self) -> None:
         """Sums can stay in the node only where the step's last micro-step is known beforehand."""
-        config = self.plan.recipe.config
-        if self.plan.recipe.node_sums and self.taken:
+        recipe, config = self.wrapped.plan.recipe, self.wrapped.plan.recipe.config
+        if recipe.node_sums and self.taken:
             world = "recipe.sharding.grads=world"
             world += " recipe.sharding.optimizer=world" if config.copied else ""
             raise ValueError(
@@ -259,12 +252,7 @@ class Loop:
                 reduce.present.known, changed = trained, True
                 retrain(module, reduce)
         if changed and wrapped.installed:
-            names = {n for reduce in wrapped.reduces for n in reduce.present.known}
-            self.plans = {first: plan.training(names) for first, plan in self.plans.items()}
-            before, wrapped.phases = wrapped.memories, []
-            wrapped.add(self.plans.values())
-            wrapped.follow(list(self.plans).index(self.phase))
-            wrapped.memories.go_on(before)
+            wrapped.train({n for reduce in wrapped.reduces for n in reduce.present.known})
             self.kept.stale = bool(self.kept.updates)
 
     # ------------------------------------------------------------------ between ranks
@@ -279,20 +267,15 @@ class Loop:
         """
         self.taken.append(names)
         self.digest.update(repr(names).encode())
-        if not self.asked:
-            self.asked = True
-            Variable._execution_engine.queue_callback(self._agree)  # type: ignore[attr-defined]
+        if self.asked != (running := torch._C._current_graph_task_id()):
+            self.asked = running
+            Variable._execution_engine.queue_callback(self._compare)  # type: ignore[attr-defined]
         if others or self.device.type == "cpu":
             self._compare()
 
-    def _agree(self) -> None:
-        self.agreed, self.asked = True, False
-        self._compare()
-
     def _compare(self) -> None:
         """Raise ValueError on all ranks where their reductions since the step began differ."""
-        own = int.from_bytes(self.digest.digest()[:8], signed=True)
-        if len(set(self._every(own))) == 1:
+        if len(set(self._every(int.from_bytes(self.digest.digest()[:8], signed=True)))) == 1:
             return
         every: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(every, self.taken, group=self.group)
@@ -341,14 +324,12 @@ class Loop:
 
     def _whole_marks(self, names: Collection[str]) -> Marks:
         """Add up the bits of whole parameters, which gives the same however they are sharded."""
-        if not names:
-            return {}
-        part, shards = dist.get_rank() % self.plan.recipe.shards, self.plan.recipe.shards
-        own = {n: (p, tuple(p.shape)) for n, p in self._parameters().items() if n in names}
-        marks = {
-            n: mark(local(p).float(), own_rows(shape, shards, part)[0], shape)
-            for n, (p, shape) in own.items()
-        }
+        shards = self.wrapped.plan.recipe.shards
+        marks: Marks = {}
+        for name, p in self._parameters().items():
+            if name in names:
+                first, _ = own_rows(p.shape, shards, dist.get_rank() % shards)
+                marks[name] = mark(local(p).float(), first, p.shape)
         return added(marks, self.device)
 
     # ------------------------------------------------------------------ between steps
@@ -359,8 +340,8 @@ class Loop:
         dropped = self.taken and all(p.grad is None for p in self._parameters().values())
         if not self.begun or (norm is None and not dropped):
             return
-        if not self.agreed:  # this rank has reduced nothing
-            self._agree()
+        if not self.taken:  # others may have reduced something
+            self._compare()
         clock = self.wrapped.clock
         self.wrapped.reshard()
         if not self.kept.stale:  # where a step was dropped, of the weights as they are
@@ -375,14 +356,6 @@ class Loop:
         self.kept.parameters = self._parameters() if self.kept.updates else {}
         return self.kept
 
-    def _enter(self, done: int) -> None:
-        """Take the plan of the step after `done` steps, and its memories."""
-        first = max(first for first in self.plans if first <= done)
-        if first != self.phase:
-            before, self.phase = self.wrapped.memories, first
-            self.wrapped.follow(list(self.plans).index(first))
-            self.wrapped.memories.go_on(before)
-
     # ------------------------------------------------------------------ its state
 
     def state(self) -> dict[str, Any]:
@@ -394,7 +367,7 @@ class Loop:
         return self._state(kept) | {"marks": self.awaited or self._whole_marks(names)}
 
     def _state(self, kept: dict[str, DTensor]) -> dict[str, Any]:
-        self._enter(self.wrapped.clock.step)
+        self.wrapped.enter(self.wrapped.clock.step)
         memories = self.wrapped.memories
         for key, own in memories.planned.items():
             if key not in memories.old:  # of a fresh process too, for a checkpoint to be read into

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -36,8 +36,10 @@ class Wrapped:
     clock: Clock
     fallbacks: Fallbacks
     memories: Memories  # of this rank
+    plans: Mapping[int, Plan]  # by the steps done when each begins
+    phase: int = 0  # the present one's
     installed: list[Installed] = field(default_factory=list)
-    phases: list[tuple[list[Installed], Memories]] = field(default_factory=list)  # of each plan
+    phases: dict[int, tuple[list[Installed], Memories]] = field(default_factory=dict)
     reduces: list[LandedReduce] = field(default_factory=list)  # of each unit
 
     def reshard(self) -> None:
@@ -47,26 +49,47 @@ class Wrapped:
         for unit in self.installed:
             unit.gather.release()
 
-    def add(self, plans: Iterable[Plan]) -> None:
-        """Have these at hand, as further phases."""
-        for plan in plans:
-            transport = self.installed[0].gather.transport
+    @property
+    def plan(self) -> Plan:
+        return self.plans[self.phase]
+
+    def enter(self, done: int) -> bool:
+        """Take the plan of the step after `done` steps, between two passes; returns whether it is
+        another one. What both remember in the same way stays."""
+        first = max(first for first in self.plans if first <= done)
+        if first == self.phase:
+            return False
+        self._follow(first)
+        return True
+
+    def train(self, names: Set[str]) -> None:
+        """Plan again: these parameters are trained from now on."""
+        self.plans = {first: plan.training(names) for first, plan in self.plans.items()}
+        self.add(self.plans)
+        self._follow(self.phase)
+
+    def add(self, phases: Iterable[int]) -> None:
+        """Have the collectives of these phases at hand."""
+        transport = self.installed[0].gather.transport
+        for first in phases:
+            plan = self.plans[first]
             kept = Memories(plan.memories, self.memories.ranks)
             own = install_later(self.installed, plan.units, transport, self.clock, kept)
-            self.phases.append((own, kept))
+            self.phases[first] = own, kept
 
-    def follow(self, phase: int) -> None:
-        """Go on under that plan of those that `wrap` was given, between two passes."""
+    def _follow(self, first: int) -> None:
         self.reshard()
-        before, (self.installed, self.memories) = self.installed, self.phases[phase]
-        for old, new in zip(before, self.installed, strict=True):
+        units, kept = self.installed, self.memories
+        self.phase, (self.installed, self.memories) = first, self.phases[first]
+        for old, new in zip(units, self.installed, strict=True):
             new.follow(old)
+        self.memories.go_on(kept)
 
 
 def wrap(
     model: nn.Module,
     units: Sequence[Blocks],
-    plans: Sequence[Plan],
+    plans: Mapping[int, Plan],
     transport: Transport,
     device: torch.device,
     *,
@@ -109,9 +132,9 @@ def wrap(
     sharded: dict[str, FSDPModule] = {n: m for n, m in first.items() if isinstance(m, FSDPModule)}
     set_aside(model, first.values(), plan.stored, device)
     memories = Memories(plan.memories, [transport.rank])
-    wrapped = Wrapped(model, sharded, Clock(seed), Fallbacks(), memories)
-    wrapped.phases = [([], memories)] * len(plans)
-    if not all(is_untouched(each, ordered) for each in plans):
+    wrapped = Wrapped(model, sharded, Clock(seed), Fallbacks(), memories, plans)
+    wrapped.phases = dict.fromkeys(plans, ([], memories))
+    if not all(is_untouched(each, ordered) for each in plans.values()):
         wrapped.installed = install(
             model,
             first,
@@ -122,8 +145,8 @@ def wrap(
             device,
             memories,
         )
-        wrapped.phases = [(wrapped.installed, memories)]
-        wrapped.add(plans[1:])
+        wrapped.phases[0] = wrapped.installed, memories
+        wrapped.add(first for first in plans if first)
         wrapped.reduces = [unit.inside[1] for unit in wrapped.installed]
     elif recipe.cluster.world > 1:
         wrapped.reduces = land(model, first.values(), recipe.cluster.world)
