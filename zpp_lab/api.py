@@ -200,9 +200,8 @@ def shard(
         ranks=picked,
     )
     mark(model, picked.cluster.world)
-    return Sharded(
-        model, plan, wrapped, watchdog, Loop(model, wrapped, device, group), picked.whole
-    )
+    loop = Loop(model, wrapped, device, group)
+    return Sharded(model, plan, wrapped, watchdog, loop, picked.whole)
 
 
 def _recipe(given: RecipeConfig | Mapping[str, Any] | Path | str) -> RecipeConfig:

@@ -36,9 +36,7 @@ def check_codec(codec: Codec, device: str = "cpu") -> None:
         if codec.one_hop:
             kept = codec.sent(x)
             fits = kept.shape == x.shape and kept.dtype == torch.float32
-            assert fits, (
-                f"sent gives {kept.dtype} {tuple(kept.shape)}: use float32 {tuple(x.shape)}"
-            )
+            assert fits, f"sent gives {kept.dtype} {tuple(kept.shape)}: use fp32 {tuple(x.shape)}"
 
 
 def _values(numel: int, device: str) -> Tensor:

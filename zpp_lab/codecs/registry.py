@@ -64,9 +64,7 @@ def build_codec(config: CodecConfig, raw_dtype: torch.dtype) -> Codec:
     }
     settings |= config.options or {}
     if name == "none" and "bits" in settings:
-        raise ValueError(
-            f"codec=none with bits={settings['bits']}: leave codec out, or set bits=null"
-        )
+        raise ValueError(f"codec=none with bits={settings['bits']}: leave codec out, or bits=null")
     if name == "none" or (name == "block" and "bits" not in settings):
         return RawCodec(raw_dtype)
     factory = _factory(name)
@@ -100,9 +98,7 @@ def _checked(name: str, codec: Any, again: Any) -> Codec:
     """Return `codec`; ValueError before the run for another package's faults."""
     kind = type(codec).__name__
     if not isinstance(codec, Codec):
-        raise ValueError(
-            f"codec {name}: {kind} is not a Codec; derive it from zpp_lab.codecs.CodecBase"
-        )
+        raise ValueError(f"codec {name}: derive {kind} from zpp_lab.codecs.CodecBase")
     try:
         equal = codec == again and hash(codec) == hash(again)
     except TypeError:  # a plain dataclass has no hash

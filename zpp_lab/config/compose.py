@@ -107,7 +107,7 @@ def compose(overrides: list[str]) -> Config:
     for override in overrides:
         if override.startswith(("hydra.", "hydra/", "+hydra.", "+hydra/")):
             raise ValueError(
-                f"{override}: Hydra's own settings work only with -m; leave it out, or add -m"
+                f"{override}: Hydra's settings work only with -m; leave it out, or add -m"
             )
     try:
         composed = _composed(overrides)
@@ -179,9 +179,7 @@ def _check_heeded(composed: DictConfig, overrides: Sequence[str]) -> None:
     if "hardware" in given and place:
         raise ValueError(f"{place[0]}: hardware sets the cluster too; leave one of them out")
     if "train.beta2" in given and composed.train.beta2_tokens is not None:
-        raise ValueError(
-            "train.beta2 and train.beta2_tokens both set beta2: set train.beta2_tokens=null"
-        )
+        raise ValueError("train.beta2 and train.beta2_tokens both set beta2: leave one of them out")
     for owner, (group, names) in OWNERS.items():
         chosen = composed[group].name
         for name in names:
@@ -362,9 +360,7 @@ def _choose(name: str, values: dict[str, Any], only: list[str] | None) -> None:
     there = [arm["name"] for arm in arms]
     unknown = [arm for arm in only if arm not in there]
     if unknown:
-        raise ValueError(
-            f"{name}: only: unknown arm {', '.join(unknown)}; valid names: {', '.join(there)}"
-        )
+        raise ValueError(f"{name}: only={', '.join(unknown)}: valid names: {', '.join(there)}")
     values["arms"] = [arm for arm in arms if arm["name"] in only]
     gone = {*there} - {*only}
     values["composites"] = [
@@ -524,6 +520,4 @@ def check_same_run(config: Config, folder: Path) -> None:
     changed = differing(before, now)
     if changed:
         listed = "; ".join(f"{k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in changed[:5])
-        raise ValueError(
-            f"{folder} holds a run with other settings ({listed}): set another run.dir"
-        )
+        raise ValueError(f"{folder} holds a run with other settings ({listed}): set a new run.dir")

@@ -56,7 +56,7 @@ def _expand(arm: Values) -> list[Values]:
     if len(set(names)) < len(names):
         places = ", ".join(f"{{{key}}}" for key in keys)
         raise ValueError(
-            f"arm {name}: the name must contain every factor with levels; add {places}"
+            f"arm {name}: its name must contain every factor with levels; add {places}"
         )
     return made
 

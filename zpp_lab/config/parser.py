@@ -83,9 +83,7 @@ def check_own(option: str, path: Path, mark: str) -> None:
         with path.open("rb") as file:
             begins = file.read(_BEGINNING)
         if mark.encode() not in begins:
-            raise ValueError(
-                f"{option} {path} exists, and this command did not write it; use another name"
-            )
+            raise ValueError(f"{option} {path} exists, and is not this command's; use another name")
 
 
 def new_file(text: str) -> Path:

@@ -211,10 +211,7 @@ class StudyConfig:
             taken.add(one.name)
             for pattern in [*one.arms, *one.minus]:
                 found = any(self._names(pattern, arm) for arm in self.arms)
-                _need(
-                    found,
-                    f"{whose}: no arm matches {pattern!r}; use the name of an arm, or a pattern",
-                )
+                _need(found, f"{whose}: no arm matches {pattern!r}; use a name, or a pattern")
             added, taken_off = self.members(one)
             _need(bool(added), f"{whose}: arms is empty; give names, or patterns such as w4_*")
             both = [arm.name for arm in added if arm in taken_off]

@@ -185,10 +185,7 @@ class ChatTemplate:
                 [*turns[:i], turn | {"content": turn["content"] + "~"}, *turns[i + 1 :]],
                 tools,
             ):
-                found.count(
-                    f"have content next to {extras(turn)[0]}, which the chat template omits",
-                    place,
-                )
+                found.count(f"have content next to {extras(turn)[0]}, which is not rendered", place)
         for key in (key for key in names if key in _THOUGHTS):
             if not re.search(rf"\b{key}\b", self.source or "") and not self._differs(
                 text, _without(turns, [key]), tools
@@ -214,9 +211,7 @@ class ChatTemplate:
                 "data.records.template=turns for data.records.turn_open and turn_close"
             )
         if "strftime_now" in self.source and "date_string" not in self.source:
-            raise ValueError(
-                f"the chat template inserts today's date: set one without a date, {_OWN}"
-            )
+            raise ValueError(f"the chat template inserts today's date: set another, {_OWN}")
 
     def _answers(self, turns: Sequence[Turn]) -> list[int]:
         return [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
@@ -289,9 +284,7 @@ class ChatTemplate:
             )
         except (TemplateError, *_BROKEN) as error:
             fix = "; give arguments of tool_calls as an object" if _text_arguments(turns) else ""
-            raise ValueError(
-                f"the chat template failed: {error}; repair or remove the line{fix}"
-            ) from None
+            raise ValueError(f"the chat template failed: {error}; repair the line{fix}") from None
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -101,9 +101,7 @@ def stdlib_corpus(max_bytes: int = 0) -> FileCorpus:
         enter=lambda name: name not in _STDLIB_SKIPS,
     )
     if not files:
-        raise ValueError(
-            f"data.name=stdlib: no source found in {root}: use data=text with data.path"
-        )
+        raise ValueError(f"data.name=stdlib: no source in {root}: use data=text with data.path")
     return FileCorpus(root, _cut(files, max_bytes))
 
 

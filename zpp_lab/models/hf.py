@@ -163,9 +163,7 @@ def check_head(model: Any) -> None:
     head = model.get_output_embeddings()
     weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
     if weight is None or weight.dim() != 2 or bias is not None:
-        raise ValueError(
-            f"{type(model).__name__}: a chunked loss needs a head of a single matrix: {_FIX}"
-        )
+        raise ValueError(f"{type(model).__name__}: its head is not a single matrix: {_FIX}")
 
 
 def head_inputs(model: Any, logits: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
@@ -190,9 +188,7 @@ def _before(head: Any, logits: Callable[[], Tensor], name: str) -> Tensor:
     finally:
         del head.forward
     if len(given) != 1 or out is not given[0]:
-        raise ValueError(
-            f"{name} changes its logits after the head, so the loss cannot be chunked: {_FIX}"
-        )
+        raise ValueError(f"{name} changes its logits after the head: {_FIX}")
     return given[0]
 
 
@@ -284,9 +280,7 @@ def find_units(model: nn.Module, named: str | None) -> list[tuple[str, nn.Module
     sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in lists.items()}
     name = named or max(lists, key=lambda n: (sizes[n], -n.count(".")))
     if name not in lists:
-        raise ValueError(
-            f"model.units={name!r} is not a ModuleList; valid names: {', '.join(lists)}"
-        )
+        raise ValueError(f"model.units={name!r}: not a ModuleList; valid names: {', '.join(lists)}")
     chosen = [(f"{name}.{i}", m) for i, m in enumerate(lists[name])]
     return [(n, m) for n, m in chosen if any(True for _ in m.parameters())]
 
@@ -400,6 +394,4 @@ def _check_dropout(settings: Any) -> None:
     ]
     if found:
         off = ", ".join(f"{key}: 0.0" for key in found)
-        raise ValueError(
-            f"{settings.model_type} has dropout, not repeatable; set model.options={{{off}}}"
-        )
+        raise ValueError(f"{settings.model_type} has dropout; set model.options={{{off}}}")

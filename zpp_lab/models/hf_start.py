@@ -46,9 +46,7 @@ class RandomStart(Start):
         finally:
             owner._parameters[attribute] = kept
         if bool(value.isnan().any()):
-            raise ValueError(
-                f"transformers cannot initialise {name}: start from model.weights=pretrained"
-            )
+            raise ValueError(f"cannot initialise {name}: start from model.weights=pretrained")
         return value.detach()
 
     def _around(self, path: str) -> list[tuple[nn.Module, Any]]:

@@ -146,9 +146,7 @@ class LlamaStart(Start):
 def _check_config(folder: Path, cfg: ModelConfig, vocab_size: int) -> None:
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(
-            f"model.path={folder} has no config.json: set model.path to a model's folder"
-        )
+        raise ValueError(f"model.path={folder} has no config.json: set a model's folder")
     found = parse_json(path, "download the model again")
     if not isinstance(found, dict):
         raise damaged(path, "no mapping", "download the model again")

@@ -106,9 +106,7 @@ def _by_index(folder: Path, index: Path) -> dict[str, Path]:
     there = {f: set(_opened(folder / f)) for f in sorted(set(listed.values()))}
     wrong = sorted(f"{name} in {file}" for name, file in listed.items() if name not in there[file])
     if wrong:
-        raise ValueError(
-            f"{index} lists missing tensors: {', '.join(wrong)}; download the files again"
-        )
+        raise ValueError(f"{index} lists missing tensors: {', '.join(wrong)}; download again")
     return {name: folder / file for name, file in listed.items()}
 
 

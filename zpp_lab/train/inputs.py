@@ -70,9 +70,7 @@ def _place(config: Config) -> None:
     wrong |= {run / name: "file" for name in (CONFIG, METRICS, HELDOUT, SUMMARY)}
     for path, kind in wrong.items():
         if path.exists() and path.is_dir() != (kind == "folder"):
-            raise ValueError(
-                f"run.dir={run}: {path.name} is not a {kind}; move it, or set another run.dir"
-            )
+            raise ValueError(f"run.dir={run}: {path.name} is not a {kind}; set another run.dir")
 
 
 def _start(config: Config) -> None:

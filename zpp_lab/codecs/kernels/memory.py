@@ -222,9 +222,8 @@ def between(before: Layout, layout: Layout) -> Layout:
         return before
     made = layout.__dict__.get("_between")
     if made is None or made[0] is not before:
-        codecs = [
-            s.codec if s.codec.rotation in (None, t.codec.rotation) else PLAIN for s, t in pairs
-        ]
+        same = [s.codec.rotation in (None, t.codec.rotation) for s, t in pairs]
+        codecs = [s.codec if stays else PLAIN for (s, _), stays in zip(pairs, same, strict=True)]
         named = [s.name for s, _ in pairs], [s.numel for s, _ in pairs]
         made = layout.__dict__["_between"] = before, Layout.build(*named, codecs)
     found: Layout = made[1]

@@ -49,9 +49,7 @@ def connect(
     usable = [link for link in LINKS if link not in problems]
     needed: Link = "local" if cluster.gpus_per_node > 1 else "world"
     if choice == "peer" and needed in problems:
-        raise ValueError(
-            f"engine.transport=peer: {problems[needed]}; use engine.transport=auto or groups"
-        )
+        raise ValueError(f"engine.transport=peer: {problems[needed]}; use auto or groups")
     if needed in problems:
         return groups
     at_once = _everywhere(use_kernels(torch.empty(0, device=device)))

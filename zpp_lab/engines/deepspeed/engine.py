@@ -68,9 +68,8 @@ def states(optimizer: Any, parameters: Parameters, rank: int, world: int) -> dic
         if counts:
             found["optimizer"]["step"][name] = torch.tensor(counts[0])
     scaler = {k: getattr(optimizer.loss_scaler, k, None) for k in SCALER}
-    found["scaler"] = {
-        k: torch.tensor(v, dtype=torch.float64) for k, v in scaler.items() if v is not None
-    }
+    scaler = {k: v for k, v in scaler.items() if v is not None}
+    found["scaler"] = {k: torch.tensor(v, dtype=torch.float64) for k, v in scaler.items()}
     return found if rank == 0 else {}
 
 

@@ -157,9 +157,7 @@ class _Reading:
         asked = [f"zero_quantized_{name}" for name, on in switches.items() if on]
         asked += ["zero_hpz_partition_size"] if self.hpz > 1 else []
         if stage < 3 and asked:
-            silent.append(
-                f"leave {', '.join(asked)} alone: only stage 3 reads them, this is stage {stage}"
-            )
+            silent.append(f"leave {', '.join(asked)} alone, which only stage 3 reads, not {stage}")
             weights, grads, self.hpz = False, False, 1
         loco = {k: self._number(f"{_ZERO}zeropp_loco_param.{k}") for k in ("err_beta", "reset_T")}
         if self.given.pop(f"{_ZERO}zeropp_loco_param", None) == {}:
@@ -329,9 +327,7 @@ class _Reading:
         eps = self._number("optimizer.params.eps", 1e-8)
         decay = self._number("optimizer.params.weight_decay", 0.01 if torch_adam else 0.0)
         if decay:
-            self.made.notes.append(
-                "weight_decay: of matrices only here; of all parameters in DeepSpeed"
-            )
+            self.made.notes.append("weight_decay: of matrices only; DeepSpeed's of all parameters")
         if "optimizer.params.lr" not in self.auto:
             self.lr = lr
         given = "optimizer.params."

@@ -94,9 +94,8 @@ class Reduction:
         noise = Noise(key, tuple(rows), tuple(self.cut + row for row in rows))
         kernels.encode_sums(second, third, self.sums[1], noise, self.payloads[2])
         known = {p.name: p.numel for p in self.plan.unit.parameters}
-        outs = [
-            torch.empty(1, known[s.name], dtype=dtype, device=self.device) for s in third.segments
-        ]
+        sizes = [known[s.name] for s in third.segments]
+        outs = [torch.empty(1, n, dtype=dtype, device=self.device) for n in sizes]
         kernels.decode(third, self.payloads[2], outs)
         pairs = zip(third.segments, outs, strict=True)
         return {s.name: (out / self.cluster.world).float() for s, out in pairs}
@@ -111,9 +110,8 @@ class Reduction:
         self.names = names
         self.legs = self.plan.reduce_legs(chosen)
         self.layouts = tuple(lay.select(chosen) for lay in self.plan.hops)
-        self.sums = [
-            torch.zeros(self.cut, lay.coded_numel, device=self.device) for lay in self.layouts
-        ]
+        numels = [layout.coded_numel for layout in self.layouts]
+        self.sums = [torch.zeros(self.cut, n, device=self.device) for n in numels]
         self.payloads = [
             torch.empty(self.cut, lay.nbytes, dtype=torch.uint8, device=self.device)
             for lay in self.layouts

@@ -98,9 +98,7 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
 def _listed() -> str | None:
     """Return the output of the driver's tool, None where it is missing or fails."""
     try:
-        done = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False
-        )
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

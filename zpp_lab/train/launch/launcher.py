@@ -65,9 +65,7 @@ from zpp_lab.train.memory.estimate import KILLED, check_host_memory
 from zpp_lab.train.time_slice import JOB, UNFINISHED
 
 _ELASTIC = "torch.distributed.elastic.multiprocessing.api"
-_ALONE = (
-    "; engine=virtual runs in one process, so start it without torchrun or srun, or use engine=fsdp"
-)
+_ALONE = "; engine=virtual runs in one process: start it without torchrun or srun"
 _AGAIN = "the same command resumes from the newest checkpoint"
 PULSES: list[Pulse] = []  # this process's, when it is a rank
 

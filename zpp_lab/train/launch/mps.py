@@ -112,10 +112,8 @@ class Mps:
 
 def directories(folder: Path) -> dict[str, str]:
     """Return the daemon's variables for its files in `folder`."""
-    return {
-        "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
-        "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
-    }
+    names = {"PIPE": "pipe", "LOG": "log"}
+    return {f"CUDA_MPS_{key}_DIRECTORY": str(folder / name) for key, name in names.items()}
 
 
 def ask(program: str, command: str, environment: Mapping[str, str]) -> str:

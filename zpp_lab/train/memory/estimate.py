@@ -437,9 +437,8 @@ class _Rank:
 def _adapters(plan: Plan) -> int:
     """Count elements a token between the two adapters of every layer, for the largest block."""
     units = [u.unit for u in plan.units[:-1]]
-    return max(
-        sum(p.shape[0] for p in u.parameters if p.name.endswith(LORA_A)) // u.blocks for u in units
-    )
+    found = [[p.shape[0] for p in u.parameters if p.name.endswith(LORA_A)] for u in units]
+    return max(sum(ranks) // u.blocks for ranks, u in zip(found, units, strict=True))
 
 
 def _shard(p: Parameter) -> tuple[int, ...]:
