@@ -86,11 +86,11 @@ def test_templates_that_ask_for_content_get_an_empty_one(
     assert data.notes == ()
 
 
-def test_content_that_a_template_leaves_out_beside_calls_is_noted(tmp_path: Path) -> None:
+def test_content_that_a_template_omits_next_to_calls_is_noted(tmp_path: Path) -> None:
     turns = changed(1, content="I add")
     saved(tmp_path / "tokenizer", LEAVING)
     (note,) = packed(tmp_path, [{"messages": turns}]).notes
-    assert "content beside tool_calls" in note
+    assert "tool_calls" in note
     (tmp_path / "own.jinja").write_text(NEEDING)
     assert packed(tmp_path, [{"messages": turns}], template=str(tmp_path / "own.jinja")).notes == ()
 

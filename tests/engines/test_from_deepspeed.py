@@ -90,7 +90,7 @@ def test_training_is_the_same(tmp_path: Path) -> None:
     ("values", "where", "words"),
     [
         ({}, "silent", "read bf16 gradients as fp16"),
-        ({"zero_optimization": {**ZEROPP, "stage": 2}}, "silent", "only stage 3 reads them"),
+        ({"zero_optimization": {**ZEROPP, "stage": 2}}, "silent", "only stage 3 reads"),
         ({"optimizer": {"type": "Adam", "params": {}}}, "silent", "take Adam for AdamW"),
         ({"scheduler": {"type": "WarmupLR", "params": {}}}, "left", "a logarithmic warm-up"),
         ({"optimizer": {"type": "Lion", "params": {"lr": 1}}}, "left", "optimizer.params.lr=1"),
