@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zpp_lab.codecs.errors import SUMS, TILE
 from zpp_lab.codecs.kernels import reference
+from zpp_lab.codecs.kernels.reference import Tensors
 from zpp_lab.codecs.kernels.table import (
     STORES,
     hop,
@@ -47,11 +48,7 @@ def register_fakes() -> None:
 
 
 def encode(
-    layout: Layout,
-    sources: Sequence[Tensor],
-    noise: Noise | None,
-    out: Tensor,
-    errors: Tensor | None = None,
+    layout: Layout, sources: Tensors, noise: Noise | None, out: Tensor, errors: Tensor | None = None
 ) -> None:
     table = outgoing(layout)
     if table.kernel:
@@ -78,8 +75,8 @@ def encode(
 
 def encode_update(
     layout: Layout,
-    masters: Sequence[Tensor],
-    kept: Sequence[Tensor],
+    masters: Tensors,
+    kept: Tensors,
     differences: bool,
     noise: Noise | None,
     out: Tensor,
@@ -99,11 +96,7 @@ def encode_update(
 
 
 def decode(
-    layout: Layout,
-    payload: Tensor,
-    outs: Sequence[Tensor],
-    onto: bool = False,
-    ok: Tensor | None = None,
+    layout: Layout, payload: Tensor, outs: Tensors, onto: bool = False, ok: Tensor | None = None
 ) -> None:
     table = incoming(layout)
     if table.kernel:
@@ -144,12 +137,12 @@ def encode_sums(
 def encode_remembering(
     before: Layout | None,
     layout: Layout,
-    sources: Sequence[Tensor],
+    sources: Tensors,
     noise: Noise | None,
     out: Tensor,
     settings: Tensor,
-    kept: Sequence[Tensor],
-    targets: Sequence[Tensor],
+    kept: Tensors,
+    targets: Tensors,
 ) -> None:
     """Run `memory.encode`, or with the layout of the hop `before` `memory.encode_sums` on one
     tensor of sums, in one kernel. All segments are the kernels' own.

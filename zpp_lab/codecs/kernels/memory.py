@@ -23,7 +23,7 @@ steps, and codecs that the kernels do not know, take torch's operations: equal b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -34,7 +34,7 @@ from torch import Tensor
 from zpp_lab.codecs import BlockCodec, Noise, RawCodec, kernels
 from zpp_lab.codecs.kernels import cuda
 from zpp_lab.codecs.kernels.backend import use_kernels
-from zpp_lab.codecs.kernels.reference import sums_of
+from zpp_lab.codecs.kernels.reference import Tensors, sums_of
 from zpp_lab.codecs.kernels.table import has_kernel
 from zpp_lab.codecs.layout import Layout, Segment
 from zpp_lab.config.codec import BLOCK_SIZE, MemoryConfig, MemoryStore
@@ -142,7 +142,7 @@ class Remembered(Protocol):
 
 def encode(
     layout: Layout,
-    sources: Sequence[Tensor],
+    sources: Tensors,
     noise: Noise | None,
     out: Tensor,
     errors: Tensor | None,
@@ -308,7 +308,7 @@ def _in_one_pass(held: Layout | None, layout: Layout, kept: Remembered, out: Ten
 def encode_in_one_pass(
     held: Layout | None,
     layout: Layout,
-    sources: Sequence[Tensor],
+    sources: Tensors,
     noise: Noise | None,
     out: Tensor,
     kept: Remembered,

@@ -20,15 +20,11 @@ from zpp_lab.codecs.errors import error_sums
 from zpp_lab.codecs.layout import Layout, Segment
 from zpp_lab.codecs.noise import Noise
 
-Group = tuple[int, ...]  # indices of segments with one codec and one length
+Tensors = Sequence[Tensor]
 
 
 def encode(
-    layout: Layout,
-    sources: Sequence[Tensor],
-    noise: Noise | None,
-    out: Tensor,
-    errors: Tensor | None = None,
+    layout: Layout, sources: Tensors, noise: Noise | None, out: Tensor, errors: Tensor | None = None
 ) -> None:
     """Encode whole parameters (any float dtype, one per segment) into `out`, uint8 [R, nbytes].
 
@@ -47,8 +43,8 @@ def encode(
 
 def encode_update(
     layout: Layout,
-    masters: Sequence[Tensor],
-    kept: Sequence[Tensor],
+    masters: Tensors,
+    kept: Tensors,
     differences: bool,
     noise: Noise | None,
     out: Tensor,
@@ -59,7 +55,7 @@ def encode_update(
 
 
 def update_inputs(
-    layout: Layout, masters: Sequence[Tensor], kept: Sequence[Tensor], differences: bool, rows: int
+    layout: Layout, masters: Tensors, kept: Tensors, differences: bool, rows: int
 ) -> list[Tensor]:
     """Return each master x fp32 as it is encoded for nodes that hold m: x rounded to m's dtype;
     with `differences` x - m in fp32, [rows, n], and for raw segments x itself."""
@@ -75,11 +71,7 @@ def update_inputs(
 
 
 def decode(
-    layout: Layout,
-    payload: Tensor,
-    outs: Sequence[Tensor],
-    onto: bool = False,
-    ok: Tensor | None = None,
+    layout: Layout, payload: Tensor, outs: Tensors, onto: bool = False, ok: Tensor | None = None
 ) -> None:
     """Decode uint8 [R, nbytes] into whole contiguous parameters, rounded once to their dtype.
 
