@@ -41,8 +41,7 @@ def check_codec(codec: Codec, device: str = "cpu") -> None:
 
 def _values(numel: int, device: str) -> Tensor:
     """fp32 [ROWS, numel]: normal numbers, one row with outliers, one with exact zeros."""
-    draw = torch.Generator().manual_seed(numel)
-    x = torch.randn(ROWS, numel, generator=draw)
+    x = torch.randn(ROWS, numel, generator=torch.Generator().manual_seed(numel))
     x[1, ::7] *= 100
     x[2, ::2] = 0
     return x.to(device)

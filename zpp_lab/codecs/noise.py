@@ -89,8 +89,7 @@ def parameter_id(name: str) -> int:
 
 def noise_key(seed: int, step: int, micro: int, wire: Wire) -> int:
     """Return the 64-bit Philox key of one collective."""
-    words = (seed, step, micro, WIRES[wire].number)
-    data = b"".join(w.to_bytes(8, "little") for w in words)
+    data = b"".join(w.to_bytes(8, "little") for w in (seed, step, micro, WIRES[wire].number))
     return int.from_bytes(hashlib.blake2s(data, digest_size=8).digest(), "little")
 
 
@@ -126,8 +125,7 @@ class Noise:
         key = self.key if self.words is None else self.words[-1].to(torch.int64) & LOW
         words = philox((groups.expand(len(rows), -1), rows, ranks, each), key)
         halves = torch.stack([h for w in words for h in (w & 0xFFFF, w >> 16)], dim=-1)
-        bits = halves.flatten(1)[:, :numel].to(torch.float32)
-        return (bits + 0.5) * 2.0**-16
+        return (halves.flatten(1)[:, :numel].to(torch.float32) + 0.5) * 2.0**-16
 
 
 @cache

@@ -46,8 +46,7 @@ def left_at_top(numel: int) -> int:
 def square_norms(stacks: Iterable[Tensor]) -> Tensor:
     """Sum each row's squares: stacks fp32 [k, W, n] of one W and n → fp64 [K, W] of all K together.
     Stacks are taken one by one, and their partial sums are folded together."""
-    tops = [_folded(x.to(torch.float64, copy=True).square_(), TOP) for x in stacks]
-    every = torch.cat(tops)
+    every = torch.cat([_folded(x.to(torch.float64, copy=True).square_(), TOP) for x in stacks])
     return _folded(every, 1)[..., 0] if every.shape[-1] else every.sum(-1)
 
 

@@ -273,8 +273,7 @@ def written(value: Any) -> str:
         return "[" + ",".join(map(written, value)) + "]"
     if not isinstance(value, str):
         return repr(value)
-    bare = _BARE.fullmatch(value) and not _NUMBER.fullmatch(value)
-    return value if bare else quote(value)
+    return value if _BARE.fullmatch(value) and not _NUMBER.fullmatch(value) else quote(value)
 
 
 def quote(value: str) -> str:

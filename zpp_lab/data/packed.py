@@ -229,8 +229,7 @@ def pack(
         )
     lengths = fitted.stops - fitted.starts
     first = _next_fit(lengths, cfg.seq_len) if cfg.records.pack else np.arange(len(lengths) + 1)
-    each = fitted.counted if cfg.mask_prompt else lengths
-    counted = np.add.reduceat(each, first[:-1])
+    counted = np.add.reduceat(fitted.counted if cfg.mask_prompt else lengths, first[:-1])
     return Sequences(tokens, mask if cfg.mask_prompt else None, fitted, first, counted)
 
 

@@ -99,8 +99,7 @@ def record_corpus(cfg: DataConfig) -> RecordCorpus:
     """Open the file `data.path`, or every *.jsonl below that folder."""
     assert cfg.path is not None, "DataConfig asks for a path"
     path = Path(cfg.path)
-    suffix = ".jsonl" if path.expanduser().is_dir() else ""
-    files = text_corpus(path, cfg.max_bytes, suffix)
+    files = text_corpus(path, cfg.max_bytes, ".jsonl" if path.expanduser().is_dir() else "")
     return RecordCorpus(files, cfg.records, chat_template(cfg))
 
 

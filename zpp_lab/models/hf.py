@@ -170,8 +170,7 @@ def head_inputs(model: Any, logits: Callable[[], Tensor]) -> tuple[Tensor, Tenso
     """Run the model by logits() and return what its head multiplies: hidden states [batch · length,
     dim] and weight [vocab, dim]. ValueError when it changes logits after the head."""
     head = model.get_output_embeddings()
-    hidden = _before(head, logits, type(model).__name__)
-    return hidden.flatten(0, 1), head.weight
+    return _before(head, logits, type(model).__name__).flatten(0, 1), head.weight
 
 
 def _before(head: Any, logits: Callable[[], Tensor], name: str) -> Tensor:

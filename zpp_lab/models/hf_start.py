@@ -110,8 +110,7 @@ class SavedStart(Start):
 def _aliases(twin: nn.Module) -> dict[str, str]:
     """Map every name that a checkpoint may use to the parameter's or saved buffer's first name."""
     names = {id(p): n for n, p in twin.named_parameters()}
-    state = twin.state_dict(keep_vars=True)
-    return {n: names.get(id(t), n) for n, t in state.items()}
+    return {n: names.get(id(t), n) for n, t in twin.state_dict(keep_vars=True).items()}
 
 
 def _in_model(saved: Iterable[str], twin: Any, wanted: dict[str, str]) -> dict[str, str | None]:
@@ -123,8 +122,7 @@ def _in_model(saved: Iterable[str], twin: Any, wanted: dict[str, str]) -> dict[s
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-    known = get_model_conversion_mapping(twin)
-    renamings = [t for t in known if isinstance(t, WeightRenaming)]
+    renamings = [t for t in get_model_conversion_mapping(twin) if isinstance(t, WeightRenaming)]
 
     def own(name: str) -> str | None:
         named, _ = rename_source_key(name, renamings, [], twin.base_model_prefix, wanted)

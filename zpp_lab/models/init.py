@@ -113,5 +113,4 @@ def _deviation(name: str, shape: tuple[int, ...], cfg: ModelConfig) -> float:
 
 def name_key(seed: int, name: str) -> int:
     """Return 64 bits that follow from seed and name."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little")
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")

@@ -68,8 +68,7 @@ def token_losses(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def whole_scores(logits: Tensor, targets: Tensor) -> Tensor:
     """Score logits [N, vocab] against int64 targets [N]: fp32 [2, N], as `token_scores`."""
-    losses = cross_entropy(logits, targets, "none")
-    return torch.stack((losses, _predicted(logits, targets)))
+    return torch.stack((cross_entropy(logits, targets, "none"), _predicted(logits, targets)))
 
 
 @torch.no_grad()
@@ -83,8 +82,7 @@ def chunked_scores(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int) ->
 
 
 def _scores(logits: Tensor, targets: Tensor) -> Tensor:
-    right = _predicted(logits, targets)
-    return torch.stack((_losses(logits, targets), right))
+    return torch.stack((_losses(logits, targets), _predicted(logits, targets)))
 
 
 def _predicted(logits: Tensor, targets: Tensor) -> Tensor:

@@ -203,8 +203,7 @@ def fill(
     for name, p in model.named_parameters():
         if name in skip:
             continue
-        shape = tuple(p.shape)
-        local(p).copy_(start.rows(name, *rows(shape)).view(local(p).shape))
+        local(p).copy_(start.rows(name, *rows(tuple(p.shape))).view(local(p).shape))
     for name, buffer in model.named_buffers():
         value = start.buffer(name)
         if value is not None:

@@ -68,8 +68,7 @@ class Profile:
             self.folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(self.folder / f"rank{self.rank}.json"))
             if on_gpu:
-                snapshot = self.folder / f"rank{self.rank}.pickle"
-                torch.cuda.memory._dump_snapshot(str(snapshot))
+                torch.cuda.memory._dump_snapshot(str(self.folder / f"rank{self.rank}.pickle"))
         except (OSError, RuntimeError) as error:
             print(f"rank {self.rank}: no profile: {error}", file=sys.stderr, flush=True)
             return

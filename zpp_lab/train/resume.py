@@ -41,8 +41,7 @@ def note_data(folder: Path, cfg: DataConfig, data: TokenData | PackedData) -> No
     recorded = {"hash": data.hash, "tokenizer": data.tokenizer, "vocab_size": data.vocab_size}
     write_atomic(folder / FILE, json.dumps(recorded, indent=1) + "\n")
     if cfg.tokenizer == "bpe":
-        trained = (data.folder / TOKENIZER).read_text(encoding="utf-8")
-        write_atomic(folder / TOKENIZER, trained)
+        write_atomic(folder / TOKENIZER, (data.folder / TOKENIZER).read_text(encoding="utf-8"))
         write_atomic(folder / "tokenizer_config.json", json.dumps({"eos_token": END}) + "\n")
 
 
@@ -125,8 +124,7 @@ def open_store(config: Config, folder: Path, device: torch.device) -> Checkpoint
         train.checkpoint_full_disk == "skip",
     )
     keep = max(1, train.keep_checkpoints)  # 0: none after the end
-    on_host = engine.offload or engine.name == "deepspeed"
-    where = "cpu" if on_host else device
+    where = "cpu" if engine.offload or engine.name == "deepspeed" else device
     return Checkpoints(folder, keep, saving, engine.name in ("fsdp", "deepspeed"), where)
 
 

@@ -146,8 +146,7 @@ class Trainer:
         summary["checkpoint_seconds"] = self.checkpoints.took or None  # the longest, on rank 0
         if len(self.made) > 1:
             summary["commits"] = self.made
-        documents = self.heldout.by_document(scores)
-        write_atomic(self.folder / HELDOUT, to_json(documents) + "\n")
+        write_atomic(self.folder / HELDOUT, to_json(self.heldout.by_document(scores)) + "\n")
         tracker.finish(summary)
         if not self.train.keep_checkpoints:
             shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)

@@ -65,8 +65,7 @@ def levels_of(bits: int, block_size: int) -> tuple[float, ...]:
     end = normal.inv_cdf((1 + 0.5 ** (1 / block_size)) / 2)
     levels = [end * (2 * i + 1 - count) / count for i in range(count)]
     for _ in range(2000):
-        inner = [(a + b) / 2 for a, b in pairwise(levels)]
-        edges = [-end, *inner, end]
+        edges = [-end, *[(a + b) / 2 for a, b in pairwise(levels)], end]
         before, levels = (
             levels,
             [

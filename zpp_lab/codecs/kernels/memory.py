@@ -80,8 +80,7 @@ class Memory:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of what is stored."""
-        kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
-        return kinds[self.store]
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}[self.store]
 
     def width(self, numel: int) -> int:
         """Return the elements of `dtype` that a row of `numel` elements takes."""

@@ -90,8 +90,7 @@ class _Copies:
     ) -> None:
         self.by, self.link, self.label, self.out, self.held = by, link, label, out, held
         self.ring = by.ring(kind, link)
-        at = self.ring.claim(shape[0] * shape[1] * shape[2])
-        self.part = self.ring.part(at, shape)
+        self.part = self.ring.part(self.ring.claim(shape[0] * shape[1] * shape[2]), shape)
         self.room = self.part.room
 
     def send(self, keep: Tensor | None = None) -> Traffic:
@@ -99,6 +98,5 @@ class _Copies:
         watched = self.by.groups.watched(self.label, self.out.device)
         self.ring.ship(part, self.out, self.held, keep, watched)
         if part.traffic is None:
-            nbytes = part.own * part.room.shape[1]
-            part.traffic = traffic_of(self.by.cluster, self.link, nbytes)
+            part.traffic = traffic_of(self.by.cluster, self.link, part.own * part.room.shape[1])
         return part.traffic

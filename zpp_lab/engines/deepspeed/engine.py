@@ -213,8 +213,7 @@ class DeepSpeedEngine(Engine):
             raise NonFiniteError(step, "the gradient is not finite; DeepSpeed does not say where")
         every = torch.empty(self.world, micros, dtype=losses.dtype, device=self.device)
         all_gather(every.view(-1), losses)
-        loss_sum = fold_sum(every.t().flatten())
-        return StepResult(float(loss_sum) / every.numel(), norm, {}, None)
+        return StepResult(float(fold_sum(every.t().flatten())) / every.numel(), norm, {}, None)
 
     def _update(self, step: int) -> None:
         try:

@@ -69,8 +69,7 @@ class VirtualEngine(Engine):
             self.master[name].requires_grad_(p.requires_grad)
             p.data = p.data.to(DTYPES[config.train.param_dtype])
         self.optimizer = adamw(self.master, config.optimization, config.seed)
-        units = named_units(model, config.engine.blocks_per_unit)
-        self.usage = Usage(with_root(model, units))
+        self.usage = Usage(with_root(model, named_units(model, config.engine.blocks_per_unit)))
         self.used: dict[int, PassUse] = {}  # the last step's micro-steps, the same on all ranks
         self.reduced: list[frozenset[str]] = []  # who had a gradient in its reductions
         self.memories = self._memories()
@@ -143,8 +142,7 @@ class VirtualEngine(Engine):
         self._check_bytes()
         self.memories.commit()
         if self.config.train.clip:
-            factor = clip_factor(norm, self.config.train.clip)
-            torch._foreach_mul_(list(grads.values()), factor)
+            torch._foreach_mul_(list(grads.values()), clip_factor(norm, self.config.train.clip))
         self._update(grads, lr, step)
         if self.plan.recipe.kept:
             self._keep(step + 1, watch)

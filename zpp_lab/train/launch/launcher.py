@@ -249,8 +249,7 @@ def _write_failure(folder: Path, rank: int | None, how: str, text: str) -> None:
         seen = read_object(folder / FAILURE)
     if seen and (rank == 0 or seen.get("outcome") != "crashed"):
         return
-    lacked = "OutOfMemoryError" in text or KILLED in text
-    outcome = "out_of_memory" if lacked else "crashed"
+    outcome = "out_of_memory" if "OutOfMemoryError" in text or KILLED in text else "crashed"
     who = "" if rank is None else f"rank {rank}: "
     failure: dict[str, Any] = {"outcome": outcome, "error": f"{who}{how}", "rank": rank}
     failure |= {"step": seen.get("step"), "traceback": text, "rank_0": seen.get("error")}

@@ -202,8 +202,7 @@ class _Rank:
                 if where == wire:
                     same[m.memory, m.numel] += m.rows * m.numel
             wholes = 1 if wire == self.plan.recipe.hops[0] else 3
-            most = max(same.values(), default=0)
-            found.append(FP32 * (wholes * same.total() + 4 * most))
+            found.append(FP32 * (wholes * same.total() + 4 * max(same.values(), default=0)))
         return max(found)
 
     def _remembered(self) -> int:
@@ -214,8 +213,7 @@ class _Rank:
 
     def _updates(self) -> list[Item]:
         """Count a unit's new weights in transfer, whose memory torch reserves for their stream."""
-        kept = self.plan.recipe.kept
-        most = max(map(self._update, self.plan.units)) if kept else 0
+        most = max(map(self._update, self.plan.units)) if self.plan.recipe.kept else 0
         return [
             Item("new weights, in transfer", moments(update=most)),
             Item("new weights, their stream's", always(most) | {"update": 0}, outside=True),
@@ -376,8 +374,7 @@ class _Rank:
             first, second = unit.hops[:2]
             widest = max((s.numel for s in second.segments), default=0)
             turned = nodes * first.numel if any(s.codec.rotation for s in first.segments) else 0
-            sums = FP32 * (nodes * first.coded_numel + turned + widest)
-            return sums + SUMMING
+            return FP32 * (nodes * first.coded_numel + turned + widest) + SUMMING
 
         block, root = of(self.unit), of(self.root)
         return moments(root=root) | {"early sent": block, "late sent": block}

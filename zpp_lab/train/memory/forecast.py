@@ -58,8 +58,7 @@ def _memory_need(config: Config) -> Needed | None:
         return Needed(virtual_bytes(config), at_least=True)
     if config.engine.name == "deepspeed":
         return None
-    found = estimate(plan_of(config), config, vocabulary(config))
-    return Needed(found.peak, each=True)
+    return Needed(estimate(plan_of(config), config, vocabulary(config)).peak, each=True)
 
 
 def host_bytes(config: Config) -> int | None:
