@@ -65,7 +65,7 @@ class ByIdentity(CodecBase):
 @pytest.mark.parametrize(
     ("factory", "options", "message"),
     [
-        (object, {}, "derive it from zpp_lab.codecs.CodecBase"),
+        (object, {}, "from zpp_lab.codecs.CodecBase"),
         (Unhashable, {"radius": 2}, "make Unhashable a frozen dataclass"),
         (ByIdentity, {}, "make ByIdentity a frozen dataclass"),
         (Unhashable, {}, "'radius'"),
