@@ -199,8 +199,7 @@ class TrainConfig:
         if self.profile is None:
             return range(0)
         first, _, last = self.profile.partition(":")
-        digits = first.isdigit() and last.isdigit()
-        return range(int(first), int(last) + 1) if digits else range(0)
+        return range(int(first), int(last) + 1) if first.isdigit() and last.isdigit() else range(0)
 
     @property
     def decay(self) -> int:

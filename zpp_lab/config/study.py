@@ -221,17 +221,15 @@ class StudyConfig:
                 f"{whose}: {', '.join(both)}: is a baseline, or in both arms and "
                 "minus; remove it from one",
             )
-            against = {arm.against for arm in [*added, *taken_off]}
             _need(
-                len(against) == 1,
+                len({arm.against for arm in [*added, *taken_off]}) == 1,
                 f"{whose}: its arms have different baselines; choose arms with one baseline",
             )
 
     def _check_pairs(self) -> None:
         bases = {arm.name for arm in self.arms if arm.role == "baseline"} | {self.baseline}
-        repeats = [arm.name for arm in self.arms if arm.role == "baseline_repeat"]
         _need(
-            self.baseline not in repeats,
+            self.baseline not in [arm.name for arm in self.arms if arm.role == "baseline_repeat"],
             f"study {self.name}: baseline {self.baseline} has role baseline_repeat: give that "
             "role to another arm",
         )

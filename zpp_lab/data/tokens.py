@@ -62,10 +62,9 @@ def _packed(folder: Path, meta: dict[str, Any], cfg: DataConfig) -> PackedData:
         return pack(tokens, mask, np.fromfile(folder / f"{name}.offsets.bin", "<i8"), cfg, name)
 
     train, held = split("train"), split("heldout")
-    long = {"training": train.fitted.note, "held-out": held.fitted.note}
     notes = [
         f"{what} records longer than data.seq_len={cfg.seq_len}: {note}"
-        for what, note in long.items()
+        for what, note in {"training": train.fitted.note, "held-out": held.fitted.note}.items()
         if note
     ]
     return PackedData(
@@ -152,8 +151,7 @@ class TokenData:
 
     def documents(self, start: int, seq_len: int) -> range:
         """Return which training documents the window from `start` on reads, from 0 on."""
-        ends = (start, start + seq_len)
-        first, last = np.searchsorted(self.offsets["train"], ends, side="right")
+        first, last = np.searchsorted(self.offsets["train"], (start, start + seq_len), side="right")
         return range(int(first) - 1, int(last))
 
     def batch(

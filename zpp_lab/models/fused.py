@@ -148,8 +148,7 @@ class _LogProbs(torch.autograd.Function):
 def _rows_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return each row's target log-probability, largest logit, and log of sum exp(logit -
     largest)."""
-    vocab = logits.shape[1]
-    if _known_order(vocab, logits.dtype, logits.device):
+    if _known_order(logits.shape[1], logits.dtype, logits.device):
         return _log_probs(logits, targets)
     whole = torch.log_softmax(logits.float(), -1)
     # at the largest logit it is 0 - that logarithm

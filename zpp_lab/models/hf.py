@@ -78,8 +78,7 @@ def sees_later(settings: Any, layers: str, build: Build) -> bool:
     their own, or are not finite; whatever the model raises when it cannot run."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model: Any = _filled(build(copy.deepcopy(settings)), settings, layers)
-        tokens = _tokens(settings)
-        one, other = (model(input_ids=t, use_cache=False).logits.float() for t in tokens)
+        one, other = (model(input_ids=t, use_cache=False).logits.float() for t in _tokens(settings))
     moved = ((one - other).abs().amax(-1) / one.abs().amax())[0]
     if not moved.isfinite().all() or moved[-1] <= _MOVED:
         raise ValueError("its logits do not depend on its tokens")
@@ -384,10 +383,9 @@ def _check_vocabulary(cfg: ModelConfig, settings: Any, vocab_size: int) -> None:
 
 def _check_dropout(settings: Any) -> None:
     """Dropout draws from a generator that no engine shares: runs would not repeat."""
-    values = settings.get_text_config().to_dict()
     found = [
         key
-        for key, value in values.items()
+        for key, value in settings.get_text_config().to_dict().items()
         if any(word in key for word in _DROPOUT) and not key.startswith(_OTHER_HEADS)
         if isinstance(value, int | float) and value > 0
     ]

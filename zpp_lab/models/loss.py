@@ -197,8 +197,7 @@ def _logit_grads(
     if z_loss:  # at the largest logit its softmax, which is no less than 1 / vocab, tells logsumexp
         made.mul_((1 + 2 * z_loss * (logits.amax(-1).float() - made.amax(-1).log()))[:, None])
     del logits
-    columns = torch.arange(head.shape[0], device=head.device)
-    made.add_(columns == targets[:, None], alpha=-1)
+    made.add_(torch.arange(head.shape[0], device=head.device) == targets[:, None], alpha=-1)
     return made.mul_(grad[:, None]).to(head.dtype)
 
 

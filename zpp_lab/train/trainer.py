@@ -367,8 +367,7 @@ class Trainer:
 
     def _peak_memory(self) -> int | None:
         """Return the most bytes that this process has held on its GPU; None on the CPU."""
-        on_gpu = self.device.type == "cuda"
-        return torch.cuda.max_memory_reserved(self.device) if on_gpu else None
+        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
 
     def _fail(self, error: BaseException, tracker: Tracker | None) -> None:
         failure = {

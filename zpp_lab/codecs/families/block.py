@@ -106,8 +106,7 @@ class BlockCodec(CodecBase):
 
     def nbytes(self, numel: int) -> int:
         each = (4 if self.scale_dtype == "fp32" else 2) * (1 if self.symmetric else 2)
-        codes = packed_bytes(self.coded_numel(numel), self.bits)
-        return codes + align(self.nblocks(numel) * each)
+        return packed_bytes(self.coded_numel(numel), self.bits) + align(self.nblocks(numel) * each)
 
     def encode(
         self, x: Tensor, noise: SegmentNoise | None, out: Tensor, *, rotated: bool = False
@@ -205,8 +204,7 @@ class BlockCodec(CodecBase):
         split = packed_bytes(coded, self.bits)
         codes = unpack(payload[:, :split], coded, self.bits)
         scale, zero = self._read_scales(payload[:, split:], blocks)
-        fill = blocks * self.block_size - coded
-        q = torch.nn.functional.pad(self._of_codes(codes), (0, fill))
+        q = torch.nn.functional.pad(self._of_codes(codes), (0, blocks * self.block_size - coded))
         return q.view(q.shape[0], blocks, self.block_size), scale, zero
 
     def _of_codes(self, codes: Tensor) -> Tensor:

@@ -153,9 +153,8 @@ def encode_remembering(
     """
     table = outgoing(layout) if before is None else hop(before, layout)
     assert not table.others
-    own = [s.contiguous() for s in sources] if before is None else list(sources)
     torch.ops.zpp_lab.encode_remembering.default(
-        own,
+        [s.contiguous() for s in sources] if before is None else list(sources),
         before is not None,
         table.rows,
         *_noise(noise, layout, out),

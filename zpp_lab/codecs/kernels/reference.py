@@ -206,8 +206,7 @@ def _finished(layout: Layout, sums: Tensor) -> list[Tensor]:
     for group in layout.groups:
         first = layout.segments[group[0]]
         if first.codec.rotation is not None:
-            stacked = torch.cat([found[i] for i in group])
-            left = first.codec.rotation.inverse(stacked, first.numel)
+            left = first.codec.rotation.inverse(torch.cat([found[i] for i in group]), first.numel)
             for i, part in zip(group, left.chunk(len(group)), strict=True):
                 found[i] = part
     return found

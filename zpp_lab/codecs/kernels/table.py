@@ -124,14 +124,13 @@ def _pack(codec: Codec) -> int:
     if isinstance(codec, RawCodec):
         return 1
     assert isinstance(codec, BlockCodec)
-    group = codec.hadamard.bit_length() - 1 if codec.hadamard else 0
     fields = (
         0,
         codec.bits,
         codec.block_size.bit_length() - 1,
         2 if isinstance(codec, NormalCodec) else codec.symmetric,
         codec.scale_dtype == "bf16",
-        group,
+        codec.hadamard.bit_length() - 1 if codec.hadamard else 0,
         codec.random_signs,
         codec.stochastic,
     )

@@ -146,8 +146,7 @@ class _Reading:
         weights = self._flag(f"{_ZERO}zero_quantized_weights")
         grads = self._flag(f"{_ZERO}zero_quantized_gradients")
         self.hpz = int(self._number(f"{_ZERO}zero_hpz_partition_size", 1))
-        frozen = self._flag(f"{_ZERO}zero_quantized_nontrainable_weights")
-        if frozen:
+        if self._flag(f"{_ZERO}zero_quantized_nontrainable_weights"):
             self.made.left.append(
                 "zero_quantized_nontrainable_weights: lora=q4 keeps the frozen base encoded"
             )

@@ -177,8 +177,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
     def _states(self, p: Tensor) -> dict[str, Tensor]:
         """Return moments and scales of this rank's rows, where the update finds them."""
-        own = self.near.get(p)
-        return own or {k: local(v) for k, v in self.state[p].items() if k != "step"}
+        return self.near.get(p) or {k: local(v) for k, v in self.state[p].items() if k != "step"}
 
     def _nbytes(self, p: Tensor) -> int:
         return sum(v.nbytes for v in self._states(p).values())

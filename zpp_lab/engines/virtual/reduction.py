@@ -141,8 +141,7 @@ class Reduction:
             kernels.encode_sums(first, second, sums, self._noise(wire, senders), payload)
         else:
             noise = self._noise(wire, senders)
-            observed = self.watch.looks
-            sums = memory.encode_sums(first, second, sums, noise, payload, kept, observed)
+            sums = memory.encode_sums(first, second, sums, noise, payload, kept, self.watch.looks)
             first = memory.between(first, second)
         if self.watch.looks:
             rows = list(_columns(first, kernels.finish_sums(first, sums)).values())
@@ -152,8 +151,7 @@ class Reduction:
         self.sums[0].zero_()
 
     def _noise(self, wire: Wire, ranks: Sequence[int]) -> Noise:
-        key = noise_key(*self.key, self.micro, wire)
-        return Noise(key, tuple(ranks), tuple(range(self.cut)))
+        return Noise(noise_key(*self.key, self.micro, wire), tuple(ranks), tuple(range(self.cut)))
 
     def _check(self, wire: Wire, layout: Layout, payload: Tensor, rank: int) -> None:
         """Check every value that the payload brings."""

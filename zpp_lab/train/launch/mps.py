@@ -41,8 +41,7 @@ HELP = ("-h", "--help")
 
 def find_control() -> str:
     """Return the daemon's program. EmulationError says how to get it."""
-    path = os.pathsep.join([os.environ.get("PATH", ""), *PLACES])
-    found = shutil.which(CONTROL, path=path)
+    found = shutil.which(CONTROL, path=os.pathsep.join([os.environ.get("PATH", ""), *PLACES]))
     if found is None:
         raise EmulationError(
             f"sharing GPUs needs {CONTROL}, which is neither on PATH nor in {' or '.join(PLACES)}: "

@@ -148,11 +148,10 @@ class _Rank:
         every = [p for u in self.plan.units for p in u.unit.parameters if not _stored(u, p)]
         trained = [p for u in self.plan.units for p in _trained(u)]
         place: Literal["gpu", "host"] = "host" if self.config.engine.offload else "gpu"
-        kind = self.config.train.optimizer_state
         return [
             Item("master weights, fp32", always(shard_bytes(every)), place),
             Item("frozen base, encoded", always(base_bytes(self.plan))),
-            *self._moments(trained, kind, place),
+            *self._moments(trained, self.config.train.optimizer_state, place),
             Item("gradients, fp32", self._gradients(), place),
             Item("checkpoint, being written", always(self._checkpoint(every, trained)), "host"),
             Item("node-replicated weights", always(self._kept())),
@@ -339,8 +338,7 @@ class _Rank:
         """Count the reduction under way, or the input of the one before it, not freed yet."""
         held = self._held(self.unit)
         block, root = self._reduction(self.unit), self._reduction(self.root)
-        late = held if len(self.units) > 1 else 0
-        found = moments(early=self.early * held, late=late, root=root)
+        found = moments(early=self.early * held, late=held if len(self.units) > 1 else 0, root=root)
         return found | {"early sent": block, "late sent": block}
 
     def _held(self, unit: UnitPlan) -> int:
@@ -424,10 +422,9 @@ class _Rank:
         return SCRATCH * min(BATCH, sum(shards))
 
     def constants(self) -> list[Item]:
-        world = self.plan.recipe.cluster.world
         return [
             Item("CUDA and libraries", always(CONTEXT), assumed=True),
-            Item("NCCL", always(NCCL if world > 1 else 0), assumed=True),
+            Item("NCCL", always(NCCL if self.plan.recipe.cluster.world > 1 else 0), assumed=True),
         ]
 
 

@@ -83,8 +83,7 @@ class Live(TorchDispatchMode):
 
 def _on_one_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Make all tensors shapes if one is; otherwise keep everything off the meta device."""
-    given = _tensors((args, kwargs))
-    if any(t.is_meta for t in given):
+    if any(t.is_meta for t in _tensors((args, kwargs))):
         return tree_map(_shape, args), tree_map(_shape, kwargs)
     if "device" in kwargs and kwargs["device"] is not None:
         kwargs["device"] = torch.device("cpu")
