@@ -74,10 +74,8 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 def write_atomic(path: Path | str, text: str) -> None:
-    """Replace `path` by `text` (UTF-8) in one step, on the disk when this returns.
-
-    Raises OSError, naming the file, when it cannot be written; what was there before stays.
-    """
+    """Replace `path` by `text` (UTF-8) in one step, on the disk when this returns. Raises OSError,
+    naming the file, when it cannot be written; what was there before stays."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -20,10 +20,8 @@ from zpp_lab.codecs.packing import align
 
 
 class SegmentNoise(NamedTuple):
-    """Noise of one segment: the collective's noise and the parameter's id.
-
-    `more` names further parameters whose segments of the same length are stacked below.
-    """
+    """Noise of one segment: the collective's noise and the parameter's id. `more` names further
+    parameters whose segments of the same length are stacked below."""
 
     noise: Noise
     parameter: int

@@ -21,10 +21,8 @@ ROWS = 3
 
 def check_codec(codec: Codec, device: str = "cpu") -> None:
     """Raise AssertionError with the reason when `codec` breaks the contract of `codecs/base.py`.
-
     Checks byte counts, that every byte is written, that rows are independent, the order of sums,
-    one result for one input, and that NaN and Inf stay visible.
-    """
+    one result for one input, and that NaN and Inf stay visible."""
     hash(codec)  # a frozen dataclass is; layouts group segments by it
     assert codec.nbytes(0) == 0, f"nbytes(0) is {codec.nbytes(0)}: no elements take no bytes"
     for numel in LENGTHS:

@@ -110,10 +110,8 @@ class Column:
 @dataclass
 class ErrorSums:
     """fp64 sums over (x, decoded y) pairs of a step, by parameter and by the rank that encoded.
-
     They are added only at the step's end: engines meet parameters and ranks in different orders,
-    and the figures must not depend on the engine.
-    """
+    and the figures must not depend on the engine."""
 
     sums: dict[Column, dict[int, Tensor]] = field(default_factory=dict)
 

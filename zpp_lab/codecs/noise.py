@@ -95,11 +95,9 @@ def noise_key(seed: int, step: int, micro: int, wire: Wire) -> int:
 
 @dataclass(frozen=True)
 class Noise:
-    """Noise of R payload rows: row i is encoded by rank `ranks[i]` for shard `rows[i]`.
-
-    words: the same on the device, int32 [R + 1, 2]: rank and row of each, then the key's low and
-    high word. They count in place of `key`, so what a CUDA graph has captured draws as they say.
-    """
+    """Noise of R payload rows: row i is encoded by rank `ranks[i]` for shard `rows[i]`. words: the
+    same on the device, int32 [R + 1, 2]: rank and row of each, then the key's low and high word.
+    They count in place of `key`, so what a CUDA graph has captured draws as they say."""
 
     key: int
     ranks: tuple[int, ...]

@@ -51,11 +51,9 @@ def codec_names() -> list[str]:
 
 
 def build_codec(config: CodecConfig, raw_dtype: torch.dtype) -> Codec:
-    """Build the codec that `config` names; `none`, `sham` and `topk` send `raw_dtype`.
-
-    ValueError for an unknown name, a setting that the codec does not have, bits on `none`, a `sham`
-    or `normal` without bits, or a `topk` that keeps nothing.
-    """
+    """Build the codec that `config` names; `none`, `sham` and `topk` send `raw_dtype`. ValueError
+    for an unknown name, a setting that the codec does not have, bits on `none`, a `sham` or
+    `normal` without bits, or a `topk` that keeps nothing."""
     name = config.codec or "block"
     settings = {
         f.name: getattr(config, f.name)

@@ -38,11 +38,8 @@ def need(ok: bool, message: str) -> None:
 @dataclass(frozen=True, config=STRICT)
 class MemoryConfig:
     """Settings of a gradient wire's error-feedback residual; `codecs/kernels/memory.py` has the
-    arithmetic.
-
-    A field at None is taken from `base` as in `CodecConfig`; the final defaults are kind=none,
-    store=bf16, decay=1, average=0, reset_every=0 (never).
-    """
+    arithmetic. A field at None is taken from `base` as in `CodecConfig`; the final defaults are
+    kind=none, store=bf16, decay=1, average=0, reset_every=0 (never)."""
 
     kind: Literal["none", "residual"] | None = None
     store: MemoryStore | None = None

@@ -33,10 +33,8 @@ _PLACE = re.compile(r"\{([\w.]+)\}")
 
 def expand_arms(arms: Any) -> Any:
     """Expand each grid among the arms of a study's YAML file into its combinations, in order.
-
     Anything but a list of mappings is returned unchanged: `config.load` explains it. ValueError for
-    a factor without levels and for a name that does not contain every factor.
-    """
+    a factor without levels and for a name that does not contain every factor."""
     if not isinstance(arms, list) or not all(isinstance(arm, Mapping) for arm in arms):
         return arms
     return [made for arm in arms for made in _expand(dict(arm))]

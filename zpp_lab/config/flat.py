@@ -195,11 +195,9 @@ def arm_of(config: Mapping[str, Any]) -> str:
 def arm_name(
     config: Config | Mapping[str, Any], varying: Collection[str] = (), name: str | None = None
 ) -> str:
-    """Name a run among runs that differ from it in `varying`, by default for its recipe.
-
-    A recipe that differs from its file says where, such as "zero3 weights.bits=4": the name alone
-    would say that there is no codec.
-    """
+    """Name a run among runs that differ from it in `varying`, by default for its recipe. A recipe
+    that differs from its file says where, such as "zero3 weights.bits=4": the name alone would say
+    that there is no codec."""
     settings = heeded(config)
     usual = {} if name else as_written(str(settings["recipe.name"]))
     keys = {*varying, *(key for key in usual if settings.get(key) != usual[key])} - {"seed"}

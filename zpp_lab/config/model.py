@@ -82,10 +82,8 @@ class LoraConfig:
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     """The built-in decoder, or (`hf`) any causal language model of Hugging Face's transformers.
-
-    `hf` takes its shape from `path`, or from `options.model_type`, and ignores dim … norm_eps.
-    The built-in decoder can start from a LlamaForCausalLM folder of the same shape.
-    """
+    `hf` takes its shape from `path`, or from `options.model_type`, and ignores dim … norm_eps. The
+    built-in decoder can start from a LlamaForCausalLM folder of the same shape."""
 
     name: Literal["llama", "hf"] = "llama"
     path: str | None = None  # a folder with config.json, or (hf) a model's name on the hub

@@ -70,11 +70,9 @@ class ShardingConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class PhaseConfig:
-    """What holds `after` so many steps, or after that share of the run's steps.
-
-    A field that is set replaces the recipe's own up to the next phase that sets it; other settings
-    stay. Warm-ups with raw gradients are 1-bit Adam's (Tang et al. 2021, arXiv:2102.02888).
-    """
+    """What holds `after` so many steps, or after that share of the run's steps. A field that is set
+    replaces the recipe's own up to the next phase that sets it; other settings stay. Warm-ups with
+    raw gradients are 1-bit Adam's (Tang et al. 2021, arXiv:2102.02888)."""
 
     after: int | float
     hops: Literal[1, 2] | None = None
@@ -108,11 +106,9 @@ class PhaseConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class RecipeConfig:
-    """Which codec each wire uses, for which parameters, and the sharding.
-
-    `weights` and `grads` are short-hands: each wire starts from its short-hand and changes what it
-    sets itself. So are `stage` and `shard`, for points of `sharding`. Phases change settings later.
-    """
+    """Which codec each wire uses, for which parameters, and the sharding. `weights` and `grads` are
+    short-hands: each wire starts from its short-hand and changes what it sets itself. So are
+    `stage` and `shard`, for points of `sharding`. Phases change settings later."""
 
     name: str = "zero3"
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
@@ -246,11 +242,8 @@ class RecipeConfig:
 
     def phased(self, steps: int) -> list[tuple[int, RecipeConfig]]:
         """Return what holds in a run of `steps`: (steps done when it begins, from 0 on; a recipe
-        without phases).
-
-        ValueError for phases out of order, or that never begin or change nothing. Of shares that
-        come to one step the later one begins a step later.
-        """
+        without phases). ValueError for phases out of order, or that never begin or change nothing.
+        Of shares that come to one step the later one begins a step later."""
         begun, recipe = 0, replace(self, phases=[])
         found = [(begun, recipe)]
         for i, phase in enumerate(self.phases):

@@ -61,10 +61,8 @@ class PrepareConfig:
 @dataclass(frozen=True, config=_STRICT)
 class BranchConfig:
     """Arms that continue from the state of the prepared run that they start from, their base run.
-
     Each anneals in its own order of data, that of its seed: the rate falls from train.lr to 0 in a
-    straight line over `steps`. Arms may set otherwise.
-    """
+    straight line over `steps`. Arms may set otherwise."""
 
     steps: Positive
     optimizer: bool = True  # false: the trunk's weights, and a new optimizer
@@ -83,10 +81,8 @@ class BranchConfig:
 @dataclass(frozen=True, config=_STRICT)
 class CompositeConfig:
     """A question about several arms at once, asked before the study runs: the mean of their gaps of
-    each seed, less that of the arms in `minus`. It is judged like an arm.
-
-    arms, minus: names, or patterns such as w4_* for arms that are neither baselines nor controls.
-    """
+    each seed, less that of the arms in `minus`. It is judged like an arm. arms, minus: names, or
+    patterns such as w4_* for arms that are neither baselines nor controls."""
 
     name: str
     arms: list[str]

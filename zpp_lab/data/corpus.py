@@ -47,10 +47,8 @@ class File:
 
 @dataclass(frozen=True)
 class FileCorpus:
-    """Files below `root`, one document each, ordered by name.
-
-    A file with zero bytes is an error, or left out with `skip_binary`.
-    """
+    """Files below `root`, one document each, ordered by name. A file with zero bytes is an error,
+    or left out with `skip_binary`."""
 
     root: Path
     files: tuple[File, ...]
@@ -91,9 +89,7 @@ class FileCorpus:
 
 def stdlib_corpus(max_bytes: int = 0) -> FileCorpus:
     """Open the Python standard library's source: *.py, without its tests and installed packages.
-
-    `_sysconfigdata*`, which the build writes for one machine, is left out too.
-    """
+    `_sysconfigdata*`, which the build writes for one machine, is left out too."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = _scan(
         root,
@@ -167,11 +163,9 @@ def _beside_torch() -> Path | None:
 
 
 def text_corpus(path: Path, max_bytes: int = 0, suffix: str = "") -> FileCorpus:
-    """Open one file, or every file below a folder but hidden ones (names that start with a dot).
-
-    In a folder only files that end in `suffix`. Empty files are skipped; links to files are
-    followed, links to folders are not.
-    """
+    """Open one file, or every file below a folder but hidden ones (names that start with a dot). In
+    a folder only files that end in `suffix`. Empty files are skipped; links to files are followed,
+    links to folders are not."""
     path = path.expanduser().resolve()
     if path.is_file():
         root, files = path.parent, _stat(path.parent, [path.name])
@@ -238,11 +232,9 @@ def _unreadable(path: Path, error: OSError) -> ValueError:
 
 @dataclass(frozen=True)
 class HubCorpus:
-    """Rows of a Hugging Face dataset, streamed; a row's text is one document.
-
-    Zero bytes in rows are dropped. The identity is the dataset's name, not its
-    content: tokens once prepared stay the same and need no network.
-    """
+    """Rows of a Hugging Face dataset, streamed; a row's text is one document. Zero bytes in rows
+    are dropped. The identity is the dataset's name, not its content: tokens once prepared stay the
+    same and need no network."""
 
     path: str
     subset: str | None

@@ -70,10 +70,8 @@ def open_corpus(cfg: DataConfig) -> Corpus:
 
 def prepared(corpus: Corpus, cfg: DataConfig) -> tuple[Path, dict[str, Any]]:
     """Return the folder with the tokens of `corpus` and its meta; made if missing or damaged.
-
     Several processes may ask at once: one prepares, the others wait for it. Raises ValueError for
-    text that cannot be used, OSError when writing fails.
-    """
+    text that cannot be used, OSError when writing fails."""
     folder = Path(cfg.cache_dir) / _key(corpus, cfg)
     meta = _read_meta(folder)
     if meta is None:
@@ -173,9 +171,7 @@ def _tokenizer(corpus: Corpus, cfg: DataConfig) -> Tokenizer:
 
 def parts(corpus: Corpus, cfg: DataConfig) -> Iterator[Part]:
     """Yield (name, split, text) in the order of the token files: every n-th document is held out.
-
-    With fewer than n documents the last n-th of each one's bytes is held out instead.
-    """
+    With fewer than n documents the last n-th of each one's bytes is held out instead."""
     n = cfg.heldout_every
     for index, (name, text) in enumerate(corpus.documents()):
         if corpus.count is None or corpus.count >= n:

@@ -261,11 +261,9 @@ def flush(stream: BinaryIO) -> None:
 def encode_records(
     corpus: RecordCorpus, cfg: DataConfig, tokenizer: Tokenizer, work: Path
 ) -> dict[str, Any]:
-    """Write SPLIT.bin, SPLIT.offsets.bin and SPLIT.mask.bin (uint8 [tokens], 1: counted).
-
-    Every n-th record is held out. A record's end marker belongs to its last part. Returns the meta;
-    ValueError for fewer records than n, and for one that cannot be used.
-    """
+    """Write SPLIT.bin, SPLIT.offsets.bin and SPLIT.mask.bin (uint8 [tokens], 1: counted). Every
+    n-th record is held out. A record's end marker belongs to its last part. Returns the meta;
+    ValueError for fewer records than n, and for one that cannot be used."""
     digest = hashlib.sha256(f"{tokenizer.dumps()}\n{cfg.heldout_every}\n".encode())
     found = Findings()
     with ExitStack() as stack:
@@ -301,11 +299,8 @@ def encode_records(
 
 def encoded(parts: Sequence[Part], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Return (tokens [n], counted uint8 [n + 1]): the end marker, which the writer adds, has a mark
-    too.
-
-    Parts are encoded one by one, as a prompt is before its completion is known. After a chat
-    template the marker counts as the template's own final token does, which it replaces.
-    """
+    too. Parts are encoded one by one, as a prompt is before its completion is known. After a chat
+    template the marker counts as the template's own final token does, which it replaces."""
     each_tokens = [
         tokenizer.encode(p.text.encode(errors="replace"), marks=p.marks)
         if p.tokens is None

@@ -32,10 +32,8 @@ class Tokenizer(Protocol):
     end: int
 
     def encode(self, text: bytes, marks: bool = False) -> np.ndarray:
-        """Encode `text` without the end marker, as `token_dtype(vocab_size)` [tokens].
-
-        marks: special tokens that `text` spells out are those tokens, not text.
-        """
+        """Encode `text` without the end marker, as `token_dtype(vocab_size)` [tokens]. marks:
+        special tokens that `text` spells out are those tokens, not text."""
 
     def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Encode each text, on as many cores as there are."""
@@ -117,10 +115,8 @@ class BpeTokenizer(LibraryTokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[bytes], vocab_size: int) -> BpeTokenizer:
-        """Learn `vocab_size` tokens, the end marker and the 256 bytes among them.
-
-        ValueError when the texts do not hold that many.
-        """
+        """Learn `vocab_size` tokens, the end marker and the 256 bytes among them. ValueError when
+        the texts do not hold that many."""
         lib = package("tokenizers", "data.tokenizer=bpe")
         byte_level = lib.pre_tokenizers.ByteLevel
         model = lib.Tokenizer(lib.models.BPE())
@@ -209,11 +205,9 @@ def after_character(text: bytes, position: int) -> int:
 
 
 class OutsideTokenizer(LibraryTokenizer):
-    """A tokenizer.json, without the marks that it would put around a text.
-
-    `vocab_size` is the largest token plus one. Text that is not UTF-8 is read with replacement
-    characters, and a special token spelt out in a text is text.
-    """
+    """A tokenizer.json, without the marks that it would put around a text. `vocab_size` is the
+    largest token plus one. Text that is not UTF-8 is read with replacement characters, and a
+    special token spelt out in a text is text."""
 
     def __init__(self, path: Path, end: str | None = None) -> None:
         """Open `path`, a tokenizer.json or its folder. `end`: the token that closes a document,

@@ -28,11 +28,9 @@ _COMMON = ("vocab_size", "hash", "files", "tokenizer")  # of the meta, fields of
 
 
 def open_data(cfg: DataConfig) -> TokenData | PackedData:
-    """Open the tokens that `cfg` describes, prepared on first use and reused afterwards.
-
-    ValueError for text that is missing, unreadable or too short for `cfg.seq_len`, OSError when the
-    token files cannot be written.
-    """
+    """Open the tokens that `cfg` describes, prepared on first use and reused afterwards. ValueError
+    for text that is missing, unreadable or too short for `cfg.seq_len`, OSError when the token
+    files cannot be written."""
     folder, meta = prepared(open_corpus(cfg), cfg)
     if cfg.name == "jsonl":
         return _packed(folder, meta, cfg)
@@ -119,12 +117,9 @@ class TokenData:
     def step(
         self, seed: int, step: int, world: int, micros: int, batch_size: int, seq_len: int
     ) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-        """Return (rank, micro-step) → the batch of one step.
-
-        With `draw_ranks` the step's sequences are those that so many ranks would draw in one
-        micro-step; ranks here take them in order, micro-step by micro-step. ValueError when they
-        cannot be dealt out evenly.
-        """
+        """Return (rank, micro-step) → the batch of one step. With `draw_ranks` the step's sequences
+        are those that so many ranks would draw in one micro-step; ranks here take them in order,
+        micro-step by micro-step. ValueError when they cannot be dealt out evenly."""
         if not self.draw_ranks:
             own = partial(self.batch, seed, step, batch_size=batch_size, seq_len=seq_len)
             return lambda rank, micro: own(rank, micro)
@@ -176,20 +171,16 @@ class TokenData:
     def heldout(
         self, tokens: int, batch_size: int, seq_len: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the same held-out windows every time: about `tokens` tokens, spread evenly.
-
-        Yields (inputs, targets) as `batch` does. Windows do not overlap and do not depend on
-        `batch_size`, so the last batch may be shorter: weight a mean by its rows.
-        """
+        """Yield the same held-out windows every time: about `tokens` tokens, spread evenly. Yields
+        (inputs, targets) as `batch` does. Windows do not overlap and do not depend on `batch_size`,
+        so the last batch may be shorter: weight a mean by its rows."""
         starts = self._heldout_starts(tokens, seq_len)
         for first in range(0, len(starts), batch_size):
             yield self._windows("heldout", starts[first : first + batch_size], seq_len)
 
     def heldout_documents(self, tokens: int, seq_len: int) -> np.ndarray:
         """Return the document of each target of `heldout`, int64 [targets], in the same order.
-
-        Documents count from 0 in the held-out split; their end markers belong to them.
-        """
+        Documents count from 0 in the held-out split; their end markers belong to them."""
         targets = self._heldout_starts(tokens, seq_len)[:, None] + np.arange(1, seq_len + 1)
         return np.searchsorted(self.offsets["heldout"], targets.ravel(), side="right") - 1
 

@@ -68,10 +68,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return each row's target log-probability, fp32 [N], of log_softmax(logits, in fp32).
-
-    logits [N, vocab], which `serves`; targets int64 [N], each in the vocabulary.
-    """
+    """Return each row's target log-probability, fp32 [N], of log_softmax(logits, in fp32). logits
+    [N, vocab], which `serves`; targets int64 [N], each in the vocabulary."""
     out: Tensor = _LogProbs.apply(logits, targets)  # type: ignore[no-untyped-call]
     return out
 

@@ -47,11 +47,8 @@ Build = Callable[[Any], nn.Module]
 
 
 def check_causal(settings: Any, layers: str, build: Build) -> None:
-    """ValueError where the model of build(settings), on the meta device, sees later tokens.
-
-    layers: its ModuleList. Prints a line where that cannot be found out. Each model is checked
-    once.
-    """
+    """ValueError where the model of build(settings), on the meta device, sees later tokens. layers:
+    its ModuleList. Prints a line where that cannot be found out. Each model is checked once."""
     kind: Any = type(settings)
     _check(kind, settings.to_json_string(use_diff=False), layers, build)
 
@@ -265,11 +262,9 @@ def _config_at(library: Any, path: str) -> Any:
 
 
 def find_units(model: nn.Module, named: str | None) -> list[tuple[str, nn.Module]]:
-    """Return the modules of the ModuleList called `named`, or of the one with most weights.
-
-    That list is the decoder's layers in every decoder-only model; lists inside a layer (experts)
-    hold fewer.
-    """
+    """Return the modules of the ModuleList called `named`, or of the one with most weights. That
+    list is the decoder's layers in every decoder-only model; lists inside a layer (experts) hold
+    fewer."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     if not lists:
         raise ValueError(

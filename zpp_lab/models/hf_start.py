@@ -63,11 +63,9 @@ class RandomStart(Start):
 
 
 class SavedStart(Start):
-    """Weights of a folder as `save_pretrained` writes it, in one file or several.
-
-    Rows are read straight from the file. ValueError lists every tensor that is missing, left over,
-    or of another shape.
-    """
+    """Weights of a folder as `save_pretrained` writes it, in one file or several. Rows are read
+    straight from the file. ValueError lists every tensor that is missing, left over, or of another
+    shape."""
 
     def __init__(self, folder: Path, twin: nn.Module) -> None:
         self.stored = WeightFiles(folder)
@@ -114,11 +112,9 @@ def _aliases(twin: nn.Module) -> dict[str, str]:
 
 
 def _in_model(saved: Iterable[str], twin: Any, wanted: dict[str, str]) -> dict[str, str | None]:
-    """Map each saved tensor to the model's name, None where it has none.
-
-    transformers knows older names, and that a bare base model is saved without its prefix. Tensors
-    that it would stack or split stay unknown: rows of those cannot be read.
-    """
+    """Map each saved tensor to the model's name, None where it has none. transformers knows older
+    names, and that a bare base model is saved without its prefix. Tensors that it would stack or
+    split stay unknown: rows of those cannot be read."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 

@@ -57,9 +57,7 @@ def initial_rows(
     device: torch.device,
 ) -> Tensor:
     """Return rows [first, last) of the parameter `name` under model.init=philox: fp32 on `device`.
-
-    Deviations as in `initial_value`; other numbers.
-    """
+    Deviations as in `initial_value`; other numbers."""
     first, last = rows
     if len(shape) < 2:
         return torch.ones(last - first, device=device)
@@ -81,11 +79,9 @@ def _normals(key: int, first: int, last: int, device: torch.device) -> Tensor:
 
 
 def _blocks(key: int, first: int, last: int, device: torch.device) -> Tensor:
-    """Return the normals of Philox blocks [first, last): fp32 [4 · (last - first)].
-
-    Of a word's 32 bits the high half picks a bin and the low half a place in it: the distribution
-    is normal but for being even within each of 65,536 bins.
-    """
+    """Return the normals of Philox blocks [first, last): fp32 [4 · (last - first)]. Of a word's 32
+    bits the high half picks a bin and the low half a place in it: the distribution is normal but
+    for being even within each of 65,536 bins."""
     counter = torch.arange(first, last, device=device)
     zero = torch.zeros((), dtype=torch.int64, device=device)
     words = torch.stack(philox((counter & LOW, counter >> 32, zero, zero), key), -1).view(-1)

@@ -50,11 +50,9 @@ UntilLast = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def can_recompute(bypassed: nn.Module, last: nn.Module, x: Tensor) -> bool:
-    """Return whether `recomputed` serves.
-
-    Not where others look into the block: hooks of the modules whose call backward leaves out,
-    adapters, autocast, the compiler. Nor where no gradient of `x` would call it back.
-    """
+    """Return whether `recomputed` serves. Not where others look into the block: hooks of the
+    modules whose call backward leaves out, adapters, autocast, the compiler. Nor where no gradient
+    of `x` would call it back."""
     if torch.compiler.is_compiling():  # first: that of torch 2.11 cannot follow the questions below
         return False
     plain = type(last) is nn.Linear and last.bias is None

@@ -106,11 +106,8 @@ def _kind(cfg: ModelConfig) -> str:
 
 class LlamaStart(Start):
     """Weights of a LlamaForCausalLM folder for the built-in decoder, of a Qwen3ForCausalLM one with
-    `model.qk_norm`; rows are read on their own.
-
-    ValueError when its config.json describes another model, or tensors are missing, left over or
-    of another shape; it lists them.
-    """
+    `model.qk_norm`; rows are read on their own. ValueError when its config.json describes another
+    model, or tensors are missing, left over or of another shape; it lists them."""
 
     def __init__(self, model: nn.Module, cfg: ModelConfig, vocab_size: int) -> None:
         assert cfg.path is not None, "ModelConfig asks for a path"

@@ -24,11 +24,9 @@ _KINDS: dict[type, type] = {}  # class of a linear layer → the same with adapt
 
 
 def add_adapters(model: Any, cfg: LoraConfig, twin: Callable[[], Any]) -> None:
-    """Freeze `model` and give every linear layer that `cfg` names its adapters, in place.
-
-    `twin()` is the same model without adapters on the meta device: it has the base's start.
-    ValueError when a name matches nothing, and for a rank above a layer's full rank.
-    """
+    """Freeze `model` and give every linear layer that `cfg` names its adapters, in place. `twin()`
+    is the same model without adapters on the meta device: it has the base's start. ValueError when
+    a name matches nothing, and for a rank above a layer's full rank."""
     model.frozen_base = frozenset(n for n, _ in model.named_parameters())
     for p in model.parameters():
         p.requires_grad_(False)

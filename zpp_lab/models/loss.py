@@ -73,10 +73,8 @@ def whole_scores(logits: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def chunked_scores(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Score targets [N] as `whole_scores` does, with logits of `chunk` rows at a time.
-
-    The losses have the bits of `chunked_losses`, whose arguments these are.
-    """
+    """Score targets [N] as `whole_scores` does, with logits of `chunk` rows at a time. The losses
+    have the bits of `chunked_losses`, whose arguments these are."""
     pairs = zip(hidden.split(chunk), targets.split(chunk), strict=True)
     return torch.cat([_scores(F.linear(h, head), t) for h, t in pairs], 1)
 
@@ -109,9 +107,7 @@ def total_loss(losses: Tensor) -> float:
 
 def mean_of(logits: Tensor, targets: Tensor, share: Tensor | None) -> Tensor:
     """Return the cross-entropy in nats, an fp32 scalar: the mean, or the counted sum times a share.
-
-    logits [N, vocab] of any floating dtype, targets int64 [N], share int64 [2]: a fraction.
-    """
+    logits [N, vocab] of any floating dtype, targets int64 [N], share int64 [2]: a fraction."""
     if share is None:
         return cross_entropy(logits, targets, "mean")
     return times(cross_entropy(logits, targets, "sum"), share)

@@ -23,10 +23,8 @@ _ATTENTION = {"attention", "self_attention", "self_attn"}
 
 
 def param_class(name: str) -> ParamClass:
-    """Return the kind of the parameter called `name`, such as "layers.0.attention.wq.weight".
-
-    A name that fits no kind is "other".
-    """
+    """Return the kind of the parameter called `name`, such as "layers.0.attention.wq.weight". A
+    name that fits no kind is "other"."""
     parts = name.lower().split(".")
     if any("norm" in part or part in _NORMS for part in parts):
         return "norm"  # first: "attention_norm" is a norm

@@ -33,11 +33,9 @@ Rows = Callable[[tuple[int, ...]], tuple[int, int]]  # whole shape → first row
 
 
 class WeightFiles:
-    """The tensors of `folder`; `files` maps each one's name to its file.
-
-    ValueError when there is no such folder, no .safetensors in it, a file that is cut short, or an
-    index that names files or tensors that are not there.
-    """
+    """The tensors of `folder`; `files` maps each one's name to its file. ValueError when there is
+    no such folder, no .safetensors in it, a file that is cut short, or an index that names files or
+    tensors that are not there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -173,10 +171,8 @@ def places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Give every parameter on the meta device memory on `device`, and move buffers there.
-
-    Unlike `nn.Module.to_empty` it keeps ties, and what buffers hold.
-    """
+    """Give every parameter on the meta device memory on `device`, and move buffers there. Unlike
+    `nn.Module.to_empty` it keeps ties, and what buffers hold."""
     for hangs in places(model).values():
         module, name = hangs[0]
         old = module._parameters[name]
@@ -217,10 +213,8 @@ def whole(shape: tuple[int, ...]) -> tuple[int, int]:
 
 class RunStart(Start):
     """Weights of a run's newest whole checkpoint, or of the checkpoint that `path` is; all ranks
-    make one, and take the same.
-
-    ValueError lists every weight that is missing, left over, or of another shape.
-    """
+    make one, and take the same. ValueError lists every weight that is missing, left over, or of
+    another shape."""
 
     def __init__(self, model: nn.Module, path: Path) -> None:
         try:

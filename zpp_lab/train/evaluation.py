@@ -37,11 +37,9 @@ _WINDOW = 20  # steps that the smoothed loss is the mean of
 
 @dataclass(frozen=True)
 class Heldout:
-    """Batches of held-out windows, and the document of every target that counts.
-
-    documents: int64 [counted targets], places in the held-out split, never decreasing. bytes:
-    int64 [counted targets], of text; None where the tokenizer does not tell.
-    """
+    """Batches of held-out windows, and the document of every target that counts. documents: int64
+    [counted targets], places in the held-out split, never decreasing. bytes: int64 [counted
+    targets], of text; None where the tokenizer does not tell."""
 
     batches: list[Batch]
     documents: np.ndarray

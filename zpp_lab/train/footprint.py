@@ -50,10 +50,8 @@ def settle() -> None:
 
 class StartUp:
     """Seconds of each part of a start, in order; the last is the first step, compiling included.
-
     `inside` has what parts consist of: building the engine, the first step, and how much of it all
-    was compiling.
-    """
+    was compiling."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -111,10 +109,8 @@ def _age(pid: int) -> float | None:
 
 
 def peak_gib(device: torch.device) -> list[float] | None:
-    """Return the most GiB of tensors that each rank has held on its GPU; None on the CPU.
-
-    Every rank of the default process group must call it.
-    """
+    """Return the most GiB of tensors that each rank has held on its GPU; None on the CPU. Every
+    rank of the default process group must call it."""
     if device.type != "cuda":
         return None
     return of_ranks(torch.cuda.max_memory_allocated(device) / GIB)

@@ -59,10 +59,8 @@ def check_same_data(folder: Path, data: TokenData | PackedData, resumed: bool) -
 
 
 def check_start(start: Path, data: TokenData | PackedData) -> None:
-    """ValueError when the run of the checkpoint `start` had another tokenizer than `data`.
-
-    A checkpoint without its run's data.json cannot be checked, which a line on stderr says.
-    """
+    """ValueError when the run of the checkpoint `start` had another tokenizer than `data`. A
+    checkpoint without its run's data.json cannot be checked, which a line on stderr says."""
     file = next((f / FILE for f in (start, *start.parents[:2]) if (f / FILE).is_file()), None)
     if file is None:
         print(f"model.start={start}: no {FILE}, so tokenizers are not compared", file=sys.stderr)

@@ -57,10 +57,8 @@ class NormalCodec(BlockCodec):
 @cache
 def levels_of(bits: int, block_size: int) -> tuple[float, ...]:
     """Return the 2^bits levels of `NormalCodec`, rising, in units of a block's largest magnitude.
-
     For normal numbers cut off at that one's median each level is the mean of the numbers nearest to
-    it. Found by Lloyd's iteration in fp64 and rounded to fp32.
-    """
+    it. Found by Lloyd's iteration in fp64 and rounded to fp32."""
     normal, count = NormalDist(), 2**bits
     end = normal.inv_cdf((1 + 0.5 ** (1 / block_size)) / 2)
     levels = [end * (2 * i + 1 - count) / count for i in range(count)]

@@ -31,10 +31,8 @@ _state = _State()
 
 
 def configure(backend: Backend = "auto") -> None:
-    """Choose the implementation for this process.
-
-    ValueError for an unknown name, and when `cuda` cannot be had.
-    """
+    """Choose the implementation for this process. ValueError for an unknown name, and when `cuda`
+    cannot be had."""
     if backend not in get_args(Backend):
         raise ValueError(f"ops.backend={backend!r}: use one of {', '.join(get_args(Backend))}")
     if backend == "cuda" and not _load(forced=True):

@@ -101,9 +101,7 @@ def arch_flags(archs: tuple[str, ...]) -> list[str]:
 
 def serving() -> tuple[Path | None, str]:
     """Return the library that serves the current GPU, and what it is; None where it must be built.
-
-    RuntimeError, naming the fix, when there is none and none can be built.
-    """
+    RuntimeError, naming the fix, when there is none and none can be built."""
     unfit, found = "", wheel.installed()
     if found is not None:
         why = found[1].misfit(digest(), torch.cuda.get_device_capability())
@@ -222,9 +220,7 @@ def compile_library(tools: Toolchain, archs: tuple[str, ...], out: Path, jobs: i
 
 def link(tools: Toolchain, objects: list[Path], out: Path) -> Path:
     """Link a library that needs torch's libraries by name only: where it is loaded, they are there.
-
-    Empty libraries of these names stand in here, where a torch for CPUs lacks one of them.
-    """
+    Empty libraries of these names stand in here, where a torch for CPUs lacks one of them."""
     empty, target = out / "empty.cpp", out / "zpp_lab_kernels.so"
     empty.touch()
     for name in (f"lib{name}.so" for name in LINKED):

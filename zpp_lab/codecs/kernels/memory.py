@@ -148,11 +148,9 @@ def encode(
     kept: Remembered,
     observed: bool = True,
 ) -> list[Tensor]:
-    """Encode sources with their residuals, and store the next ones.
-
-    Returns what was encoded if `observed`: fp32 [R, n] of a parameter with a residual, others as
-    given. `errors` compares with that too.
-    """
+    """Encode sources with their residuals, and store the next ones. Returns what was encoded if
+    `observed`: fp32 [R, n] of a parameter with a residual, others as given. `errors` compares with
+    that too."""
     if errors is None and not observed and _in_one_pass(None, layout, kept, out):
         encode_in_one_pass(None, layout, sources, noise, out, kept)
         return []
@@ -186,11 +184,9 @@ def encode_sums(
     kept: Remembered,
     observed: bool = True,
 ) -> Tensor:
-    """Encode sums of a hop with their residuals, and store the next ones.
-
-    Returns what was encoded where `observed`: fp32 [R, n] with the segments of `between(before,
-    layout)`, in whose domain each residual lies.
-    """
+    """Encode sums of a hop with their residuals, and store the next ones. Returns what was encoded
+    where `observed`: fp32 [R, n] with the segments of `between(before, layout)`, in whose domain
+    each residual lies."""
     held = between(before, layout)
     given = _in_domain(before, held, sums)
     if not observed and _in_one_pass(held, layout, kept, out):

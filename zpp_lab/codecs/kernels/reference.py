@@ -27,9 +27,7 @@ def encode(
     layout: Layout, sources: Tensors, noise: Noise | None, out: Tensor, errors: Tensor | None = None
 ) -> None:
     """Encode whole parameters (any float dtype, one per segment) into `out`, uint8 [R, nbytes].
-
-    `errors`, fp64 [R, segments, 9], receives each segment's `codecs.errors.error_sums`.
-    """
+    `errors`, fp64 [R, segments, 9], receives each segment's `codecs.errors.error_sums`."""
     assert len(sources) == len(layout.segments)
     for group in layout.groups:
         segments = [layout.segments[i] for i in group]
@@ -73,11 +71,9 @@ def update_inputs(
 def decode(
     layout: Layout, payload: Tensor, outs: Tensors, onto: bool = False, ok: Tensor | None = None
 ) -> None:
-    """Decode uint8 [R, nbytes] into whole contiguous parameters, rounded once to their dtype.
-
-    onto: add to the present values in fp32; raw segments replace them. ok: a bool on the device;
-    where it is false nothing changes.
-    """
+    """Decode uint8 [R, nbytes] into whole contiguous parameters, rounded once to their dtype. onto:
+    add to the present values in fp32; raw segments replace them. ok: a bool on the device; where it
+    is false nothing changes."""
     assert len(outs) == len(layout.segments)
     for group in layout.groups:
         segments = [layout.segments[i] for i in group]
@@ -108,10 +104,8 @@ def decode_sum(layout: Layout, payload: Tensor, sums: Tensor) -> None:
 def encode_sums(
     before: Layout, layout: Layout, sums: Tensor, noise: Noise | None, out: Tensor
 ) -> None:
-    """Encode sums of a hop with layout `before`, fp32 [R, before.coded_numel], for the next hop.
-
-    A segment whose two codecs share their rotation stays in the rotated domain.
-    """
+    """Encode sums of a hop with layout `before`, fp32 [R, before.coded_numel], for the next hop. A
+    segment whose two codecs share their rotation stays in the rotated domain."""
     for group in layout.groups:
         segments = [layout.segments[i] for i in group]
         rotation = segments[0].codec.rotation
@@ -130,10 +124,8 @@ def finish_sums(layout: Layout, sums: Tensor) -> Tensor:
 
 
 def reduce(layout: Layout, payload: Tensor, out: Tensor) -> None:
-    """Sum payload rows uint8 [K, R, nbytes] into `out`, [R, numel] fp32 or bf16.
-
-    0 + row 0 + row 1 + ... in fp32, then out of the rotated domain, then one rounding.
-    """
+    """Sum payload rows uint8 [K, R, nbytes] into `out`, [R, numel] fp32 or bf16. 0 + row 0 + row 1
+    + ... in fp32, then out of the rotated domain, then one rounding."""
     found = _finished(layout, _summed(layout, payload))
     for segment, values in zip(layout.segments, found, strict=True):
         out[:, segment.offset_numel : segment.offset_numel + segment.numel].copy_(values)
@@ -143,10 +135,8 @@ def decode_sum_encode(
     before: Layout, layout: Layout, payload: Tensor, noise: Noise | None, out: Tensor
 ) -> None:
     """Do the middle of a two-hop reduction: payload rows uint8 [K, R, before.nbytes] of the first
-    hop → payload uint8 [R, layout.nbytes] of the second.
-
-    Equals `decode_sum` onto zeros, then `encode_sums`; on kernels the sums never leave the chip.
-    """
+    hop → payload uint8 [R, layout.nbytes] of the second. Equals `decode_sum` onto zeros, then
+    `encode_sums`; on kernels the sums never leave the chip."""
     encode_sums(before, layout, _summed(before, payload), noise, out)
 
 

@@ -36,10 +36,8 @@ LEAST = 16 * MIB  # bytes that a transfer must bring for `auto` to take peer mem
 def connect(
     cluster: ClusterConfig, watchdog: Watchdog, choice: Choice, device: torch.device
 ) -> Transport:
-    """Build the transport that `choice` asks for; every rank makes the same call.
-
-    ValueError when the cluster's shape does not fit, and when `peer` is impossible: it names why.
-    """
+    """Build the transport that `choice` asks for; every rank makes the same call. ValueError when
+    the cluster's shape does not fit, and when `peer` is impossible: it names why."""
     if choice not in get_args(Choice):
         raise ValueError(f"engine.transport={choice!r}: use one of {', '.join(get_args(Choice))}")
     groups = ProcessGroups(cluster, watchdog)

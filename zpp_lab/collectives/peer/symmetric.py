@@ -31,10 +31,8 @@ STREAMS = CudaStreams()
 
 
 class SymmetricMemory:
-    """`slots.Shared` of a process group on CUDA devices that reach each other.
-
-    at_once: all ranks have the kernels' library, so a transfer is one call of it.
-    """
+    """`slots.Shared` of a process group on CUDA devices that reach each other. at_once: all ranks
+    have the kernels' library, so a transfer is one call of it."""
 
     streams: Streams = STREAMS
 

@@ -21,10 +21,8 @@ from zpp_lab.collectives.transport import Kind, Link, ProcessGroups, Shipment, m
 
 class PeerTransport:
     """`Transport` over shared memory on the links that have it; `groups` serves the rest, and
-    transfers that bring a rank fewer than `least` bytes.
-
-    shared: makes the memory of a link, on all its members at the same time.
-    """
+    transfers that bring a rank fewer than `least` bytes. shared: makes the memory of a link, on all
+    its members at the same time."""
 
     def __init__(
         self, groups: ProcessGroups, shared: Mapping[Link, Callable[[], Shared]], least: int

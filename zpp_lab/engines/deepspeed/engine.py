@@ -265,9 +265,7 @@ class DeepSpeedEngine(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         """Return whole fp32 tensors by name on rank 0, in the form of every engine; {} elsewhere.
-
-        All ranks must call it. `scaler` is the loss scale's state, empty without fp16.
-        """
+        All ranks must call it. `scaler` is the loss scale's state, empty without fp16."""
         return states(self.optimizer, self.parameters, self.rank, self.world)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -98,11 +98,8 @@ def to_bf16(x: Tensor, noise: Tensor) -> Tensor:
 
 def encode(x: Tensor, signed: bool, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Encode fp32 [rows, n] to codes, uint8 [rows, n], and scales, fp32 [rows, k], a block's
-    largest.
-
-    Without noise (int32 [n] of 16 bits each) rounded to nearest. A block with a NaN or Inf gets a
-    scale that is not finite. Overwrites x.
-    """
+    largest. Without noise (int32 [n] of 16 bits each) rounded to nearest. A block with a NaN or Inf
+    gets a scale that is not finite. Overwrites x."""
     negative = (x < 0) if signed else None
     scale = _amax(x.abs_())
     _by_block(x, scale.clamp_min(TINY), torch.Tensor.div_)

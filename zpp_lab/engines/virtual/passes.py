@@ -43,11 +43,8 @@ class Passes:
             torch.cuda.set_device(self.device)  # streams and graphs belong to the current device
 
     def each(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Grads, PassUse]]:
-        """Yield loss, gradients by name and units of each batch, in turn.
-
-        Tensors may be overwritten when the next one is asked for. Parameters without a gradient are
-        left out.
-        """
+        """Yield loss, gradients by name and units of each batch, in turn. Tensors may be
+        overwritten when the next one is asked for. Parameters without a gradient are left out."""
         if self.device.type != "cuda":
             yield from (self._eager(batch) for batch in batches)
         elif not self.config.graph:

@@ -58,10 +58,8 @@ class Placement:
 def place(
     cluster: ClusterConfig, visible: Sequence[str], share: Share | None = None, option: str = OPTION
 ) -> Placement:
-    """Put a cluster's ranks on the `visible` GPUs, one on each where there are enough.
-
-    ValueError names the fix where there are too few; `option` is the one that lets nodes share.
-    """
+    """Put a cluster's ranks on the `visible` GPUs, one on each where there are enough. ValueError
+    names the fix where there are too few; `option` is the one that lets nodes share."""
     found, local, world = len(visible), cluster.gpus_per_node, cluster.world
     if not found and share is None:
         return Placement(cluster)
@@ -107,10 +105,8 @@ def _listed() -> str | None:
 @contextmanager
 def served(placement: Placement) -> Iterator[Placement]:
     """Run MPS in the body where ranks share GPUs by it, and yield the placement with its variables.
-
     Under `zpp-lab mps` that one's daemon serves: clients of two daemons would take turns on a GPU.
-    EmulationError where MPS is missing or does not start.
-    """
+    EmulationError where MPS is missing or does not start."""
     from zpp_lab.train.launch.mps import PROGRAM, Mps
 
     if placement.share != "mps" or PROGRAM in os.environ:

@@ -136,10 +136,8 @@ def run(
 
 
 def start(config: Config) -> Record:
-    """Start every rank on this machine and wait for the run's end.
-
-    ValueError for what a user can mend; RankFailed when a rank died.
-    """
+    """Start every rank on this machine and wait for the run's end. ValueError for what a user can
+    mend; RankFailed when a rank died."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -217,10 +215,8 @@ def inherited(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _report(error: Any, folder: Path, out_of_memory: bool) -> None:
-    """Raise what the rank that ended the run reported, and leave it in failure.json.
-
-    out_of_memory: meanwhile the kernel has killed a process of this container for lack of memory.
-    """
+    """Raise what the rank that ended the run reported, and leave it in failure.json. out_of_memory:
+    meanwhile the kernel has killed a process of this container for lack of memory."""
     rank, failure = first_cause(error.failures)
     message, text = failure.message, failure.message
     if isinstance(message, Mapping) and "lost" in message:  # who it was, seen by a rank that waited
@@ -310,9 +306,7 @@ def _check_together(config: Config, rank: int) -> None:
 @contextmanager
 def _held_by_rank_0(config: Config, rank: int) -> Iterator[None]:
     """Hold the run's folder on rank 0, if it is this run's. Else every rank says why and ends here.
-
-    Before the ranks watch each other, as that writes into the folder, which is another run's.
-    """
+    Before the ranks watch each other, as that writes into the folder, which is another run's."""
     with ExitStack() as stack:
         refused, folder = [""], run_dir(config)
         if rank == 0:

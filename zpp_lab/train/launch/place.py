@@ -44,11 +44,9 @@ def _tasks(environment: Variables) -> int:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel to kill this rank when its launcher ends, even by SIGKILL (Linux).
-
-    Elastic launchers give ranks sessions of their own, so nothing else would end them then.
-    parent: the launcher's pid, where it is known; if it is gone already, the rank ends here.
-    """
+    """Ask the kernel to kill this rank when its launcher ends, even by SIGKILL (Linux). Elastic
+    launchers give ranks sessions of their own, so nothing else would end them then. parent: the
+    launcher's pid, where it is known; if it is gone already, the rank ends here."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent is not None and os.getppid() != parent:
@@ -85,11 +83,9 @@ def slurm_place(environment: Variables) -> dict[str, str]:
 
 
 def see_own_gpus(environment: MutableMapping[str, str], config: Config) -> None:
-    """Leave a process the GPUs of its own node, where one machine stands for several nodes.
-
-    Must run before CUDA starts; LOCAL_RANK becomes the place in the node. ValueError where there
-    are too few GPUs, or MPS is asked for and nobody runs it.
-    """
+    """Leave a process the GPUs of its own node, where one machine stands for several nodes. Must
+    run before CUDA starts; LOCAL_RANK becomes the place in the node. ValueError where there are too
+    few GPUs, or MPS is asked for and nobody runs it."""
     engine, cluster = config.engine, config.cluster
     if int(environment.get("GROUP_WORLD_SIZE", "1")) > 1 or cluster.nodes == 1:
         return

@@ -45,10 +45,8 @@ def marked(wanted: Callable[[str], bool], variable: str = VARIABLE) -> list[int]
 def end(
     wanted: Callable[[str], bool], patience: float = 60.0, variable: str = VARIABLE
 ) -> list[int]:
-    """Kill the processes whose mark `wanted` accepts, and wait until they are gone.
-
-    Returns those that were found. RuntimeError names the ones that do not die.
-    """
+    """Kill the processes whose mark `wanted` accepts, and wait until they are gone. Returns those
+    that were found. RuntimeError names the ones that do not die."""
     ended: list[int] = []
     deadline = time.monotonic() + patience
     while left := marked(wanted, variable):

@@ -62,9 +62,7 @@ KILLED = (
 
 def estimate(plan: Plan, config: Config, vocab: int) -> Estimate:
     """Estimate what each rank of `plan`'s cluster holds on engine=fsdp with one GPU a rank.
-
-    ValueError for a model of transformers whose code does not run on shapes alone.
-    """
+    ValueError for a model of transformers whose code does not run on shapes alone."""
     shape, held_out = (config.train.batch_size, config.data.seq_len), heldout_shape(config)
     acts = _activations(plan, config, vocab, shape)
     holder = _Rank(plan, config, acts, _activations(plan, config, vocab, held_out))
@@ -457,11 +455,9 @@ def _stored(unit: UnitPlan, parameter: Parameter) -> bool:
 
 
 def check_host_memory(config: Config) -> None:
-    """ValueError where the tensors, by closed formulas, exceed the machine's memory.
-
-    Processes and libraries come on top, so that passing is no promise. There are formulas for the
-    built-in decoder under FSDP2 and in the virtual engine; other runs pass.
-    """
+    """ValueError where the tensors, by closed formulas, exceed the machine's memory. Processes and
+    libraries come on top, so that passing is no promise. There are formulas for the built-in
+    decoder under FSDP2 and in the virtual engine; other runs pass."""
     if config.engine.name == "deepspeed" or config.model.name != "llama":
         return
     for phase in config.phases if config.recipe.phases else ():

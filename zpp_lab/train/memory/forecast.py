@@ -15,9 +15,7 @@ from zpp_lab.config.wires import Wire
 @dataclass(frozen=True)
 class Needed:
     """Memory in bytes: of the process that plays all ranks (`each` False), or of each rank's GPU.
-
-    at_least: weights, optimizer and gradients alone; activations come on top.
-    """
+    at_least: weights, optimizer and gradients alone; activations come on top."""
 
     nbytes: int
     each: bool = False
