@@ -46,12 +46,10 @@ class Domain(Protocol):
 
 @runtime_checkable
 class Codec(Protocol):
-    """Encode, decode, decode-and-sum and an exact byte count.
-
-    `rotation` is the linear map that the codec applies before it quantizes, None for most.
-    With `rotated=True` tensors are in the rotated domain: [..., coded_numel(n)] in place of
-    [..., n], so that two hops of a reduction with equal rotations rotate only once.
-    """
+    """Encode, decode, decode-and-sum and an exact byte count. `rotation` is the linear map that the
+    codec applies before it quantizes, None for most. With `rotated=True` tensors are in the rotated
+    domain: [..., coded_numel(n)] in place of [..., n], so that two hops of a reduction with equal
+    rotations rotate only once."""
 
     @property
     def rotation(self) -> Domain | None:

@@ -29,11 +29,9 @@ _SHAPE = (8, 4, 32, 8)  # warps, chunks, lanes, neighbours
 
 def error_sums(codec: Codec, x: Tensor, payload: Tensor) -> Tensor:
     """Sum a codec's errors over each row: x float [R, n] and its payload uint8 [R, codec.nbytes(n)]
-    → fp64 [R, 9], in the order of SUMS.
-
-    y is what the payload decodes to, in fp32. `saturated` counts codes at either end of the code's
-    range, as their share times n, and `zeroed` values other than 0 that decode to 0.
-    """
+    → fp64 [R, 9], in the order of SUMS. y is what the payload decodes to, in fp32. `saturated`
+    counts codes at either end of the code's range, as their share times n, and `zeroed` values
+    other than 0 that decode to 0."""
     each = max(1, AT_ONCE // max(1, x.shape[1]))
     parts = zip(x.split(each), payload.split(each), strict=True)
     return torch.cat([_error_sums(codec, rows, slots) for rows, slots in parts])

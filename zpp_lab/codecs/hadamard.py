@@ -66,11 +66,9 @@ class Rotation:
 @cache
 def sign_words() -> tuple[int, ...]:
     """Return 256 fixed bits as eight 32-bit words: bit i % 32 of word i // 32 set means sign -1 for
-    element i of a group; smaller groups take the first ones.
-
-    Words 0 to 3 are the output of Philox4x32-7 (`noise.py`) for counter (0, 0, 0, 0), words 4 to 7
-    for (1, 0, 0, 0), both with the key 0x5A50505F4C4142, which is "ZPP_LAB" in ASCII.
-    """
+    element i of a group; smaller groups take the first ones. Words 0 to 3 are the output of
+    Philox4x32-7 (`noise.py`) for counter (0, 0, 0, 0), words 4 to 7 for (1, 0, 0, 0), both with the
+    key 0x5A50505F4C4142, which is "ZPP_LAB" in ASCII."""
     zero = torch.zeros(2, dtype=torch.int64)
     words = philox((torch.arange(2), zero, zero, zero), key=0x5A50505F4C4142)
     return tuple(int(words[i % 4][i // 4]) for i in range(8))

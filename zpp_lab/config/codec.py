@@ -209,12 +209,10 @@ def check_topk(keep: int, block_size: int, bits: int | None) -> None:
 
 @dataclass(frozen=True, config=STRICT)
 class ExemptConfig:
-    """Parameters whose own bytes travel on every wire.
-
-    A recipe's patterns must each match a parameter of the model; the default, by dimension alone,
-    is the same for every family. The default of `model.lora.base_exempt` lists what several
-    families call their embeddings and heads, and may match in part.
-    """
+    """Parameters whose own bytes travel on every wire. A recipe's patterns must each match a
+    parameter of the model; the default, by dimension alone, is the same for every family. The
+    default of `model.lora.base_exempt` lists what several families call their embeddings and heads,
+    and may match in part."""
 
     max_ndim: int = 1  # norms and biases have one dimension
     names: list[str] = field(default_factory=list)  # glob patterns of whole names, such as "embed*"

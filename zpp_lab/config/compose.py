@@ -118,12 +118,10 @@ def compose(overrides: list[str]) -> Config:
 
 
 def _composed(overrides: list[str]) -> DictConfig:
-    """Compose as Hydra does: files first, then values in their order.
-
-    Hydra reads all of its own files each time, in a tenth of a second, and the arms of a study
-    mostly choose the same files, so those are cached. Anything but choices and values goes to
-    Hydra, and so does every mistake.
-    """
+    """Compose as Hydra does: files first, then values in their order. Hydra reads all of its own
+    files each time, in a tenth of a second, and the arms of a study mostly choose the same
+    files, so those are cached. Anything but choices and values goes to Hydra, and so does every
+    mistake."""
     own, folder = own_files(), str(conf_dir())
     parsed = OverridesParser.create().parse_overrides(overrides)
     if swept := next((o.input_line for o in parsed if o.is_sweep_override()), ""):
@@ -325,12 +323,10 @@ def _mapping(path: Path) -> dict[str, Any]:
 def load_study(
     name: str, changes: dict[str, Any] | None = None, overrides: Sequence[str] = ()
 ) -> StudyConfig:
-    """Load the study of conf/study/NAME.yaml, or of a YAML file named by its path.
-
-    Arms written as a grid are expanded, and `extends` is resolved; with `only` it has the arms
-    named there, and no composite of others. NAME_mini is its rehearsal, by conf/mini.yaml.
-    `changes` replace the study's own settings; `overrides` go to every run.
-    """
+    """Load the study of conf/study/NAME.yaml, or of a YAML file named by its path. Arms written as
+    a grid are expanded, and `extends` is resolved; with `only` it has the arms named there, and no
+    composite of others. NAME_mini is its rehearsal, by conf/mini.yaml. `changes` replace the
+    study's own settings; `overrides` go to every run."""
     whole = _rehearsed(name)
     values = _inherited(_study_path(whole or name))
     if whole:

@@ -15,12 +15,10 @@ TURNS = "turns"  # in place of a template's file
 
 @dataclass(frozen=True, config=STRICT)
 class RecordConfig:
-    """How records of a JSON-lines file become text to finetune on.
-
-    A record is `{"prompt": …, "completion": …}`, or `{"messages": [{"role": …, "content": …}, …]}`,
-    under the field names given here. Chats go through the template of a Hugging Face tokenizer; for
-    others, or where marks are given here, marks stand around turns.
-    """
+    """How records of a JSON-lines file become text to finetune on. A record is `{"prompt": …,
+    "completion": …}`, or `{"messages": [{"role": …, "content": …}, …]}`, under the field names
+    given here. Chats go through the template of a Hugging Face tokenizer; for others, or where
+    marks are given here, marks stand around turns."""
 
     prompt: str = "prompt"
     completion: str = "completion"

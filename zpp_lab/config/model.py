@@ -30,12 +30,10 @@ OUTER = ["*embed*", "head.*", "*lm_head*", "*wte*", "*wpe*"]
 
 @dataclass(frozen=True, config=STRICT)
 class LoraConfig:
-    """y = W x + (alpha / rank) B A x with W frozen (Hu et al. 2021, arXiv:2106.09685).
-
-    W is encoded once, when the run starts. Every rank keeps the payload of its own rows and sends
-    that, so all steps see the same decoded W. Parameters that `base_exempt` matches, or all of
-    them without `base_codec.bits`, are kept in train.param_dtype.
-    """
+    """y = W x + (alpha / rank) B A x with W frozen (Hu et al. 2021, arXiv:2106.09685). W is encoded
+    once, when the run starts. Every rank keeps the payload of its own rows and sends that, so all
+    steps see the same decoded W. Parameters that `base_exempt` matches, or all of them without
+    `base_codec.bits`, are kept in train.param_dtype."""
 
     rank: Count = 0  # 0: no adapters, all parameters are trained
     alpha: AboveZero = 32.0

@@ -320,12 +320,10 @@ class Config:
 
     @property
     def optimization(self) -> TrainConfig:
-        """`train`, with train.beta2_tokens as the beta2 that it means at these tokens a step.
-
-        A half-life h means beta2 = 2 ** (-tokens_per_step / h). Held constant while the batch
+        """`train`, with train.beta2_tokens as the beta2 that it means at these tokens a step. A
+        half-life h means beta2 = 2 ** (-tokens_per_step / h). Held constant while the batch
         changes, it keeps over how much text the second moment averages (Marek, Lotfi, Somasundaram,
-        Wilson and Goldblum 2025, arXiv:2507.07101).
-        """
+        Wilson and Goldblum 2025, arXiv:2507.07101)."""
         if self.train.beta2_tokens is None:
             return self.train
         beta2 = 0.5 ** (self.tokens_per_step / self.train.beta2_tokens)

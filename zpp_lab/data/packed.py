@@ -53,11 +53,9 @@ class Fit:
 
 def fit(offsets: np.ndarray, mask: np.ndarray, cfg: DataConfig, split: str) -> Fit:
     """Cut, drop or refuse (ValueError) the records of more than `cfg.seq_len` tokens, as
-    `cfg.records.too_long` says. Their end markers are among the tokens.
-
-    Cutting takes tokens from the left of the prompt; where a completion alone is too long, the
-    whole prompt goes, and then the completion's end.
-    """
+    `cfg.records.too_long` says. Their end markers are among the tokens. Cutting takes tokens from
+    the left of the prompt; where a completion alone is too long, the whole prompt goes, and then
+    the completion's end."""
     starts, stops = offsets[:-1].copy(), offsets[1:].copy()
     counted = np.add.reduceat(mask, starts, dtype=np.int64) if len(starts) else starts
     long = np.flatnonzero(stops - starts > cfg.seq_len)

@@ -145,11 +145,9 @@ class BpeTokenizer(LibraryTokenizer):
 
 def text_bytes(cfg: DataConfig, folder: Path) -> np.ndarray | None:
     """Return the bytes of text that each token stands for, int64 [largest token + 1]; 0 for marks.
-
     folder: where the tokens were prepared, with a BPE's tokenizer.json. Read without the tokenizers
     package. None for an outside tokenizer that is not byte-level: its tokens alone do not determine
-    their bytes.
-    """
+    their bytes."""
     if cfg.tokenizer == "bytes":
         sizes = np.ones(ByteTokenizer.vocab_size, np.int64)
         sizes[ByteTokenizer.end] = 0

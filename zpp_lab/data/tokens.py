@@ -153,11 +153,9 @@ class TokenData:
         self, seed: int, step: int, rank: int, micro: int, batch_size: int, seq_len: int
     ) -> tuple[Tensor, Tensor]:
         """Return (inputs, targets) of one micro-step of one rank: int64 [batch_size, seq_len], CPU.
-
         Windows start anywhere in the training tokens. A pure function of its arguments: the
         generator's key is `seed`, its counter the rest, and its raw bits are used, which NumPy
-        keeps the same in every version.
-        """
+        keeps the same in every version."""
         starts = self._starts(seed, step, rank, micro, batch_size, seq_len)
         return self._windows("train", starts, seq_len)
 

@@ -189,11 +189,9 @@ def _before(head: Any, logits: Callable[[], Tensor], name: str) -> Tensor:
 
 def build_hf(cfg: ModelConfig, vocab_size: int) -> nn.Module:
     """Build the model that `cfg` names, fp32, parameters on the meta device; not initialised.
-
     ValueError when transformers is not installed or does not know the model, when the vocabulary is
     smaller than the tokenizer's, for dropout, which no run could repeat, and for a model that is
-    not causal.
-    """
+    not causal."""
     settings = read_config(cfg)
     _check_vocabulary(cfg, settings, vocab_size)
     _check_dropout(settings)

@@ -72,11 +72,9 @@ def _hooked(module: nn.Module) -> bool:
 
 def recomputed(whole: Whole, until_last: UntilLast, last: nn.Module, x: Tensor) -> Tensor:
     """Return `whole(x)` = h + last(g); backward computes `h, g = until_last(x)` again. x floating
-    [..., dim], which `can_recompute`.
-
-    Gradients of parameters go to their `.grad`: for `loss.backward()`, not for `autograd.grad`, nor
-    for `backward(inputs=...)`. RuntimeError with `create_graph=True`.
-    """
+    [..., dim], which `can_recompute`. Gradients of parameters go to their `.grad`: for
+    `loss.backward()`, not for `autograd.grad`, nor for `backward(inputs=...)`. RuntimeError with
+    `create_graph=True`."""
     out: Tensor = _Recomputed.apply(whole, until_last, last, x)  # type: ignore[no-untyped-call]
     return out
 
@@ -176,12 +174,10 @@ def written_out(pairs: Tensor, table: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; queries may share keys and values.
-
-    With `qk_norm` queries and keys are normed head by head before they are turned, each with a
-    scale that all heads share, so that no logit of attention grows with the weights (Henry et al.
-    2020, arXiv:2010.04245; Dehghani et al. 2023, "ViT-22B", arXiv:2302.05442).
-    """
+    """Causal self-attention with rotary positions; queries may share keys and values. With
+    `qk_norm` queries and keys are normed head by head before they are turned, each with a scale
+    that all heads share, so that no logit of attention grows with the weights (Henry et al. 2020,
+    arXiv:2010.04245; Dehghani et al. 2023, "ViT-22B", arXiv:2302.05442)."""
 
     def __init__(self, cfg: ModelConfig, rope: Rope) -> None:
         super().__init__()
@@ -293,11 +289,9 @@ class Llama(nn.Module):
         each: bool = False,
     ) -> Tensor:
         """Return the mean cross-entropy in nats (fp32 scalar), or logits when there are no targets.
-
         tokens, targets: int64 [batch, length]. Logits: [batch, length, vocab] in the parameters'
         dtype. `share`: see `mean_of`, for targets that do not all count. `each`: every target's own
-        scores (`token_scores`), fp32 [2, batch · length]; the loss of one that is IGNORED is 0.
-        """
+        scores (`token_scores`), fp32 [2, batch · length]; the loss of one that is IGNORED is 0."""
         # Here, so that no compiled block ever makes a table: the others would find it made, and
         # be compiled a second time.
         self.rope.table(tokens.shape[1], tokens.device)

@@ -116,11 +116,8 @@ def mean_of(logits: Tensor, targets: Tensor, share: Tensor | None) -> Tensor:
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
     """Return the cross-entropy of logits [N, vocab], widened to fp32, and int64 targets [N], of
     which IGNORED ones do not count; in nats, fp32. reduction: mean, sum, or none for [N], as
-    torch's.
-
-    On a GPU one kernel each way (`fused.log_probs`) with the bits of torch's. It gives each row's
-    target; the mean over rows and its gradient are torch's there too.
-    """
+    torch's. On a GPU one kernel each way (`fused.log_probs`) with the bits of torch's. It gives
+    each row's target; the mean over rows and its gradient are torch's there too."""
     if not fused.serves(logits):
         return F.cross_entropy(logits.float(), targets, reduction=reduction, ignore_index=IGNORED)
     vocab = logits.shape[1]
@@ -138,12 +135,10 @@ def times(total: Tensor, share: Tensor) -> Tensor:
 def chunked_losses(
     hidden: Tensor, head: Tensor, targets: Tensor, chunk: int, z_loss: float = 0.0
 ) -> Tensor:
-    """Return the cross-entropy of every target in nats, fp32 [N]; 0 where it is IGNORED.
-
-    hidden [N, dim] and head [vocab, dim] of one floating dtype, targets int64 [N]; logits are
-    hidden · headᵀ, `chunk` rows at a time. The gradient is that of the loss + z_loss ·
-    logsumexp(logits)², both of targets that count.
-    """
+    """Return the cross-entropy of every target in nats, fp32 [N]; 0 where it is IGNORED. hidden [N,
+    dim] and head [vocab, dim] of one floating dtype, targets int64 [N]; logits are hidden · headᵀ,
+    `chunk` rows at a time. The gradient is that of the loss + z_loss · logsumexp(logits)², both of
+    targets that count."""
     assert chunk >= 1, "0 is for those who want whole logits"
     losses: Tensor = _ChunkedLosses.apply(hidden, head, targets, chunk, z_loss)
     return losses

@@ -67,11 +67,10 @@ class Heldout:
         return {"heldout_bytes": count, "heldout_bits_per_byte": bits / count}
 
     def by_document(self, scores: Tensor) -> dict[str, Any]:
-        """Return the contents of heldout.json, from scores fp32 [2, tokens] in the batches' order.
-
-        hash; and for each document its place in the held-out split, its tokens, the sum of their
-        losses in nats, rounded once, how many were predicted, and their bytes of text where known.
-        """
+        """Return the contents of heldout.json, from scores fp32 [2, tokens] in the batches'
+        order. hash; and for each document its place in the held-out split, its tokens, the sum of
+        their losses in nats, rounded once, how many were predicted, and their bytes of text where
+        known."""
         losses, right = scores[0], scores[1].numpy()
         assert losses.shape == self.documents.shape
         places, first = np.unique(self.documents, return_index=True)

@@ -128,11 +128,9 @@ def open_store(config: Config, folder: Path, device: torch.device) -> Checkpoint
 
 def resume(config: Config, engine: Engine, store: Checkpoints) -> int:
     """Load the run's own newest whole state, else the state that `run.start_from` names, or with
-    model.start_optimizer `model.start`.
-
-    Returns how many steps are done. Damaged checkpoints, those of weights only and those of another
-    run are skipped, with a line on stderr; ValueError where there is no other.
-    """
+    model.start_optimizer `model.start`. Returns how many steps are done. Damaged checkpoints, those
+    of weights only and those of another run are skipped, with a line on stderr; ValueError where
+    there is no other."""
     done = _load_newest(config, engine, store) if config.run.resume else None
     if done is None and config.run.start_from:
         _begin_with(config, engine, store, "run.start_from", Path(config.run.start_from))

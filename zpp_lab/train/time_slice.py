@@ -125,10 +125,9 @@ JOB = SlurmJob()
 
 class Signals:
     """Ctrl-C and SIGTERM wait while this is entered, so that the step ends and a checkpoint is
-    written. Then the first that came goes to who heard it before; the same once more does at once.
-
-    For a run in one process: ranks that hear them apart from each other could not agree on a step.
-    """
+    written. Then the first that came goes to who heard it before; the same once more does at
+    once. For a run in one process: ranks that hear them apart from each other could not agree on
+    a step."""
 
     def __init__(self) -> None:
         self.came: int | None = None
@@ -166,11 +165,9 @@ class Signals:
 
 class TimeSlice:
     """Decides when to stop: after `steps` steps of this start (0: any number), and before a step
-    that would probably end after `until` (unix seconds).
-
-    Also once Slurm has warned of the job's end. Rank 0 decides for all ranks of the default process
-    group, if there is one. Without an `until`, and outside of Slurm, no rank is asked.
-    """
+    that would probably end after `until` (unix seconds). Also once Slurm has warned of the job's
+    end. Rank 0 decides for all ranks of the default process group, if there is one. Without an
+    `until`, and outside of Slurm, no rank is asked."""
 
     def __init__(self, until: float | None, steps: int = 0) -> None:
         self.until, self.steps, self.asked = until, steps, 0

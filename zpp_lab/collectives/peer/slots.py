@@ -41,12 +41,10 @@ Watched = AbstractContextManager[Watch | None]
 
 
 class Express:
-    """Transfers over one buffer of a link, on this rank's current CUDA device.
-
-    place: this rank's among `count` members; pads: on the device, the address of every member's pad
-    of flags, all zero; lane: the stream for copies inside this device; meetings: int32 [1] on the
-    device, zero, which counts the ranks' meetings.
-    """
+    """Transfers over one buffer of a link, on this rank's current CUDA device. place: this rank's
+    among `count` members; pads: on the device, the address of every member's pad of flags, all
+    zero; lane: the stream for copies inside this device; meetings: int32 [1] on the device, zero,
+    which counts the ranks' meetings."""
 
     def __init__(
         self, place: int, count: int, pads: int, lane: torch.cuda.Stream, meetings: Tensor
@@ -125,11 +123,9 @@ class Shared(Protocol):
 @dataclass(slots=True)
 class Part:
     """A transfer's place in a slot: this rank's rows there, and where the received rows come from.
-
     sources: the `own` rows first, then each other member's, so that at any time the ranks read from
     different ones, as int64; `order` has their places in `out`, flat. `route`: the same for
-    `Express`.
-    """
+    `Express`."""
 
     room: Tensor
     slot: int

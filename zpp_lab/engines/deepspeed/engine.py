@@ -149,12 +149,10 @@ def load_deepspeed(device: torch.device) -> Any:
 
 
 class DeepSpeedEngine(Engine):
-    """Trains `model` under DeepSpeed; every rank of the default process group has one.
-
-    `model` is whole on this rank's device, in fp32. `plan` is the recipe as zpp_lab would move
-    it, for its parameters' names and sizes; DeepSpeed moves its bytes in its own way.
-    ValueError when the recipe is not one that DeepSpeed runs.
-    """
+    """Trains `model` under DeepSpeed; every rank of the default process group has one. `model` is
+    whole on this rank's device, in fp32. `plan` is the recipe as zpp_lab would move it, for its
+    parameters' names and sizes; DeepSpeed moves its bytes in its own way. ValueError when the
+    recipe is not one that DeepSpeed runs."""
 
     def __init__(self, model: nn.Module, plan: Plan, config: Config, device: torch.device) -> None:
         vectors = [p.numel() for p in model.parameters() if p.ndim < 2]

@@ -35,11 +35,9 @@ _OURS = ("gather", "ordered", "prefetch", "blocks_per_unit", "offload", "compile
 
 def deepspeed_settings(config: Config, longest_vector: int = 0) -> dict[str, Any]:
     """Return DeepSpeed's configuration; ValueError names the setting that it cannot follow.
-
     longest_vector: elements of the model's largest vector. Parameters up to DeepSpeed's threshold
     are never quantized on the weights' wires; where there are codecs it is set to this, so that all
-    matrices are quantized and no vector is, as the recipe says.
-    """
+    matrices are quantized and no vector is, as the recipe says."""
     _check_engine(config.engine)
     _check_recipe(config)
     train, weights = config.train, quantizes_weights(config)

@@ -61,11 +61,9 @@ class RowBlock:
 
 class CompactAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW's formula with moments in bf16 or 8 bits; weights and sums are fp32.
-
     Parameters are fp32 tensors or DTensors cut along dimension 0. `step` needs the number of the
     training step, which with `seed` decides how moments are rounded. `host`: moments lie in host
-    memory and pass through the parameters' device (`update.py`), with the same bits.
-    """
+    memory and pass through the parameters' device (`update.py`), with the same bits."""
 
     def __init__(
         self,

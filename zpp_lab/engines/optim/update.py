@@ -80,12 +80,10 @@ def launch(
     key: int,
     ok: Tensor | None,
 ) -> None:
-    """Update weights and states as the operators in adamw.py do, to the bit.
-
-    weights, grads: fp32, this rank's rows of parameters with one kind of state; weights are
-    contiguous. states: by key. offsets: where rows begin in the step's noise, whose key is `key`.
-    rates, roots: fp32 [parameters], `rate` and `root` of a `Piece`.
-    """
+    """Update weights and states as the operators in adamw.py do, to the bit. weights, grads: fp32,
+    this rank's rows of parameters with one kind of state; weights are contiguous. states: by key.
+    offsets: where rows begin in the step's noise, whose key is `key`. rates, roots: fp32
+    [parameters], `rate` and `root` of a `Piece`."""
     first, second = MOMENTS
     operator()(
         weights,

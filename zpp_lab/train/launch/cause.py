@@ -103,12 +103,10 @@ FailureT = TypeVar("FailureT", bound=Failure)
 
 
 def first_cause(failures: Mapping[int, FailureT]) -> tuple[int, FailureT]:
-    """Return the rank whose end explains the others', and its failure.
-
-    A user's mistake comes before what a rank met on its own (its exception, or the signal that
-    killed it), and that before the loss of a peer; then the earlier, then the lower rank. A rank
-    that others found silent was killed for it.
-    """
+    """Return the rank whose end explains the others', and its failure. A user's mistake comes
+    before what a rank met on its own (its exception, or the signal that killed it), and that before
+    the loss of a peer; then the earlier, then the lower rank. A rank that others found silent was
+    killed for it."""
     assert failures
     notes = [f.message for f in failures.values() if isinstance(f.message, Mapping)]
     silent = [note.get("lost") for note in notes if str(note.get("why")).startswith("is silent")]

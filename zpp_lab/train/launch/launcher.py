@@ -75,12 +75,10 @@ class RankFailed(RuntimeError):
 
 
 def launch(config: Config, checked: bool = False) -> Record:
-    """Train as `config` says, in as many processes as its engine needs; returns the summary.
-
-    Holds the run's folder meanwhile; ValueError when another process has it. A process that
-    joined as another rank than 0 gets an empty summary. checked: this process has asked
-    `check_run` already, which ranks that somebody else started leave to this.
-    """
+    """Train as `config` says, in as many processes as its engine needs; returns the summary. Holds
+    the run's folder meanwhile; ValueError when another process has it. A process that joined as
+    another rank than 0 gets an empty summary. checked: this process has asked `check_run` already,
+    which ranks that somebody else started leave to this."""
     JOB.listen(run_dir(config))
     ranks_are_there = placed(os.environ)
     if config.engine.ranked and ranks_are_there:
