@@ -57,12 +57,12 @@ def add_training(add: Add) -> None:
 
 
 def _add_deepspeed(add: Add) -> None:
-    told = add("from-deepspeed", "translate a DeepSpeed config", _from_deepspeed, DEEPSPEED)
-    told.add_argument("file", type=Path, help="a DeepSpeed config, a JSON file")
-    told.add_argument(
+    found = add("from-deepspeed", "translate a DeepSpeed config", _from_deepspeed, DEEPSPEED)
+    found.add_argument("file", type=Path, help="a DeepSpeed config, a JSON file")
+    found.add_argument(
         "--nodes", type=whole(1), help="nodes of the cluster, where the file does not say"
     )
-    told.add_argument(
+    found.add_argument(
         "--gpus-per-node",
         type=whole(1),
         help="GPUs per node of the cluster, where the file does not say",
@@ -242,9 +242,9 @@ def _show_settings(config: Config, args: argparse.Namespace) -> None:
         print("# other settings have their defaults, which --full shows")
         print(f"# bits: {carried(config)}" if carried(config) else "# no bits: all wires are raw")
     if plans or config.engine.ranked or args.machine:  # of the rest nobody waits for torch
-        from zpp_lab.tools.plan.dry_run import told
+        from zpp_lab.tools.plan.dry_run import summary_line
 
-        print(f"# {told(config, _machine(args))}")
+        print(f"# {summary_line(config, _machine(args))}")
     for phase, (_, plan) in zip(config.phases, plans or (), strict=False):
         if config.engine.name != "deepspeed":
             weights, grads = shares(plan.quantized_share())

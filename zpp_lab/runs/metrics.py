@@ -168,13 +168,13 @@ class MetricsLog:
         """Drop the lines of later steps, as a resumed run repeats them. Returns those left.
         ValueError for a damaged line, or a step that is missing."""
         lines = list(_lines(self.path, dense=True)) if step else []  # whatever is left of it
-        kept = [(line, record) for line, record in lines if record["step"] <= step]
-        if len(kept) < len(lines) or self._torn(lines):
+        chosen = [(line, record) for line, record in lines if record["step"] <= step]
+        if len(chosen) < len(lines) or self._torn(lines):
             os.close(self._file)
-            write_atomic(self.path, b"".join(line for line, _ in kept).decode())
+            write_atomic(self.path, b"".join(line for line, _ in chosen).decode())
             self._open()
-        self._last = kept[-1][1]["step"] if kept else 0
-        return [record for _, record in kept]
+        self._last = chosen[-1][1]["step"] if chosen else 0
+        return [record for _, record in chosen]
 
     def _torn(self, lines: list[tuple[bytes, Record]]) -> bool:
         return os.fstat(self._file).st_size != sum(len(line) for line, _ in lines)
@@ -190,7 +190,7 @@ class MetricsLog:
 
 
 class Tail:
-    """Reads the lines that have been added since the last look, for a reader beside the run."""
+    """Reads the lines that have been added since the last look, for a reader of a live run."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)

@@ -26,7 +26,7 @@ _BUILT = "commit.txt"  # the commit of a wheel, in the package; hatch_build.py w
 
 
 def note_commit(folder: Path, step: int, commit: str | None) -> list[dict[str, Any]]:
-    """Keep, beside the run, that the steps after `step` are made at `commit`.
+    """Keep, next to the run, that the steps after `step` are made at `commit`.
 
     Returns all of them, oldest first: {"after": step, "commit": commit}. A commit of None is not
     known: the package lies in no checkout, or an older version began the run.
@@ -142,10 +142,10 @@ def commit(package: Path = PACKAGE) -> str | None:
     runs.
     """
     # A container may show the checkout as another user's, of which git would not speak; what it
-    # then might run for that user is nothing beside importing the package.
+    # then might run for that user is nothing compared with importing the package.
     git = ["git", "-c", "safe.directory=*", "-c", "core.fsmonitor=false", "-C", str(package)]
     if output([*git, "ls-files", "--error-unmatch", "__init__.py"]) is None:
-        return _told_commit(package / _BUILT)
+        return _stated_commit(package / _BUILT)
     head = output([*git, "rev-parse", "HEAD"])
     if head is None:
         return None
@@ -167,17 +167,17 @@ def version_text() -> str:
     return f"zpp_lab {own}, torch {found['torch'] or '(not installed)'}"
 
 
-def _told_commit(built: Path) -> str | None:
-    told = os.environ.get(COMMIT)
-    if told is None and built.is_file():
+def _stated_commit(built: Path) -> str | None:
+    found = os.environ.get(COMMIT)
+    if found is None and built.is_file():
         return built.read_text().strip()
-    if told is not None and not re.fullmatch("[0-9a-f]{40}(-dirty)?", told):
+    if found is not None and not re.fullmatch("[0-9a-f]{40}(-dirty)?", found):
         raise ValueError(
-            f"{COMMIT}={told!r} is not a commit: use the 40 digits that `git rev-parse HEAD` "
+            f"{COMMIT}={found!r} is not a commit: use the 40 digits that `git rev-parse HEAD` "
             "prints in the original checkout, followed by -dirty if it was changed, or unset "
             f"{COMMIT}"
         )
-    return told
+    return found
 
 
 def output(command: list[str]) -> str | None:

@@ -84,14 +84,14 @@ def cause(run: Run | None) -> str:
     return "its held-out loss is not a number" if state(run) == "diverged" else ""
 
 
-def told(run: Run | None, several: bool = False) -> str:
+def unfinished_text(run: Run | None, several: bool = False) -> str:
     """Return a predicate for a run that has not finished, or for several alike: "crashed after step
     3 of 12 (it broke)"."""
     name, why = state(run), cause(run)
-    said = _PREDICATES.get(name, (name, name))[several]
+    found = _PREDICATES.get(name, (name, name))[several]
     if run is None:
-        return said
-    return f"{said} {reached(run)}" + (f" ({why})" if why else "")
+        return found
+    return f"{found} {reached(run)}" + (f" ({why})" if why else "")
 
 
 def failures(runs: Sequence[Run]) -> str:

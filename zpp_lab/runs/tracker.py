@@ -133,12 +133,12 @@ class ConsoleLog:
     of a line that renews itself one state each `every_seconds`. A file that cannot be written is
     said once and left."""
 
-    def __init__(self, path: Path, anew: bool, every_seconds: float = 10.0) -> None:
+    def __init__(self, path: Path, fresh: bool, every_seconds: float = 10.0) -> None:
         self._file: TextIO | None = None
         self._every, self._kept = every_seconds, -every_seconds
         self._own = [_Copied(sys.stdout, self), _Copied(sys.stderr, self)]
         try:
-            if anew:
+            if fresh:
                 path.unlink(missing_ok=True)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
@@ -260,7 +260,7 @@ class Tracker:
         self._restore(resume_step)
         self._console: ConsoleLog | None = None
         if config.tracking.console and not config.run.study:
-            self._console = ConsoleLog(self.folder / CONSOLE, anew=resume_step == 0)
+            self._console = ConsoleLog(self.folder / CONSOLE, fresh=resume_step == 0)
         label = run_name(dataclasses.asdict(config))
         self._progress = Progress(config.train.steps, label, first_step=resume_step)
         self._broken: set[str] = set()

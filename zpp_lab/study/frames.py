@@ -67,7 +67,7 @@ class Loaded:
 
     @cached_property
     def verdicts(self) -> DataFrame:
-        """One row an arm and composite: its verdict, gap, the interval beside them (`low`, `high`),
+        """One row an arm and composite: its verdict, gap, their interval (`low`, `high`),
         margin, seeds, share of the baseline's bytes, corrected p-values of the three claims."""
         return _frame([_verdict(arm) for arm in self.result.every], (*_JUDGED, *_P))
 

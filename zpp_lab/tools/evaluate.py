@@ -131,9 +131,9 @@ def folder_record(path: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        said = dict(json.loads(file.read_text(encoding="utf-8")))
-        if {said["dtype"], said["computed_in"]} <= set(DTYPES) and isinstance(said["run"], dict):
-            return said
+        found = dict(json.loads(file.read_text(encoding="utf-8")))
+        if {found["dtype"], found["computed_in"]} <= set(DTYPES) and isinstance(found["run"], dict):
+            return found
     except (ValueError, KeyError, TypeError):
         pass
     raise ValueError(
@@ -151,15 +151,15 @@ def _whole_model(path: Path) -> Any:
     try:
         with _no_progress_bars():
             made = library.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-        model, told = made
+        model, found = made
     except Exception as error:  # of several libraries; an absent package for a quantized one too
-        said = str(error).strip().partition("\n")[0]  # some go on to list every model there is
+        shown = str(error).strip().partition("\n")[0]  # some go on to list every model there is
         raise ValueError(
-            f"{path}: transformers cannot load it ({type(error).__name__}: {said}); download it "
+            f"{path}: transformers cannot load it ({type(error).__name__}: {shown}); download it "
             "again, or install a release of transformers that supports it"
         ) from None
     for what, key in (("missing", "missing_keys"), ("of another shape", "mismatched_keys")):
-        names = sorted(str(name) for name in told[key])
+        names = sorted(str(name) for name in found[key])
         if names:
             raise ValueError(f"{path}: {len(names)} tensors {what}: {', '.join(names)}")
     return model
@@ -459,8 +459,8 @@ def table(rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]
-    said = f"{text_table(names, cells, left=3)}\n\n{rows[0].tokens:,} held-out tokens"
-    return f"{said}{_unlike(rows)}"
+    text = f"{text_table(names, cells, left=3)}\n\n{rows[0].tokens:,} held-out tokens"
+    return f"{text}{_unlike(rows)}"
 
 
 def _how(row: Row) -> str:

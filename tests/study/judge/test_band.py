@@ -1,4 +1,4 @@
-"""The noise band: what a gap is beside it, and how it opens over training."""
+"""The noise band: what a gap is band_gap it, and how it opens over training."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from tests.study.fake_seed import judged
 from zpp_lab.study.judge.noise import (
-    Beside,
-    beside,
+    BandGap,
+    band_gap,
     heldout_band,
     noise_bands,
     noise_of,
@@ -23,7 +23,7 @@ def test_only_arms_with_a_gap_and_a_control_stand_beside_a_band(tmp_path: Path) 
     one = judged(tmp_path / "one", 1)
     bands = noise_bands(one)
     assert bands == {"zero3": noise_of(one, one.baseline)}
-    placed = {arm.name: beside(one, arm, bands) for arm in one.arms}
+    placed = {arm.name: band_gap(one, arm, bands) for arm in one.arms}
     assert placed.pop("zero3") is None
     assert all(at is not None and at.noise == bands["zero3"] for at in placed.values())
     assert one_seed(one)
@@ -61,5 +61,5 @@ def test_bands_are_symmetric_and_as_wide_as_the_largest() -> None:
 
 
 def test_a_gap_lies_inside_above_or_below() -> None:
-    texts = [Beside(gap, 0.02).text for gap in (-0.014, 0.05, -0.03)]
+    texts = [BandGap(gap, 0.02).text for gap in (-0.014, 0.05, -0.03)]
     assert texts == ["inside, 0.7×", "above, 2.5×", "below, 1.5×"]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.study.fake_runs import ARMS, fake_study, write_failure, write_run
 from zpp_lab.files import hold
-from zpp_lab.runs.reader import last_step, reached, read_run, state, told, write_study
+from zpp_lab.runs.reader import last_step, reached, read_run, state, unfinished_text, write_study
 from zpp_lab.study.judge.verdict import read_result
 from zpp_lab.study.report.table import results_csv
 
@@ -93,8 +93,8 @@ def test_a_run_that_is_held_is_running(tmp_path: Path) -> None:
     with hold(folder):
         run = read_run(folder)
         assert (state(run), reached(run)) == ("running", "after step 7 of 300")
-        assert told(run, several=True) == "are running after step 7 of 300"
-    assert told(None) == "has not been started"
+        assert unfinished_text(run, several=True) == "are running after step 7 of 300"
+    assert unfinished_text(None) == "has not been started"
 
 
 def test_the_last_step_is_found_behind_a_long_line(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.small_runs import corpus
 from tests.train.launch.test_launcher import LIMIT, lines, wait_for_lines
 from zpp_lab.files import hold
-from zpp_lab.runs.reader import read_run, state, told
+from zpp_lab.runs.reader import read_run, state, unfinished_text
 
 STEPS = 100_000  # more than any test waits for
 SETTINGS = f"""engine=fsdp engine.device=cpu engine.threads=1 cluster=1x2 recipe=zeropp data=text
@@ -101,7 +101,7 @@ def test_a_run_is_seen_kept_apart_and_goes_on(torchrun: Torchrun) -> None:
     wait_for_lines(torchrun.run, 5, first)
     found = read_run(torchrun.run)
     assert state(found) == "running", torchrun.said("first.txt")
-    assert re.fullmatch(rf"is running after step \d+ of {STEPS}", told(found))
+    assert re.fullmatch(rf"is running after step \d+ of {STEPS}", unfinished_text(found))
 
     assert torchrun.ended("second.txt") != 0
     assert f"rank 1: {REFUSED}" in torchrun.said("second.txt")

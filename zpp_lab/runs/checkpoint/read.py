@@ -72,14 +72,14 @@ class Ranks:
 
     def all(self, job: Callable[[], Any]) -> Any:
         """Return the job's value; where it fails on a rank, all raise the first one's error."""
-        value = fault = told = None
+        value = fault = found = None
         try:
             value = job()
         except Exception as error:
-            fault = told = error
+            fault = found = error
             if not isinstance(error, OSError | ValueError):  # others may not survive the way
-                told = RuntimeError(f"rank {self.rank}: {type(error).__name__}: {error}")
-        first = next((f for f in self.gather(told) if f is not None), None)
+                found = RuntimeError(f"rank {self.rank}: {type(error).__name__}: {error}")
+        first = next((f for f in self.gather(found) if f is not None), None)
         if first is not None:
             raise first if fault is None or isinstance(first, OSError | ValueError) else fault
         return value

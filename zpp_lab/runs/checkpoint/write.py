@@ -3,7 +3,7 @@
 Ranks write into a folder under another name. Rank 0 then adds the index and renames the folder, so
 a kill never leaves half a checkpoint. A rank's part that fits in host memory is copied, and written
 by a thread while training continues. A larger one streams to the disk and training waits: a rank
-writes up to `LANES` files in parallel, each through its part of the staging memory.
+writes up to `FILES` files in parallel, each through its part of the staging memory.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from zpp_lab.runs.checkpoint.origin import Origin
 from zpp_lab.runs.checkpoint.read import Ranks, Saved, State, flat, local, own_rows, say_passed_over
 from zpp_lab.runs.checkpoint.tensor_file import dtype_name, layout
 
-LANES = 4
-LANE_BYTES = 2**26  # another lane for each so many bytes
+FILES = 4
+FILE_BYTES = 2**26  # another file for each so many bytes
 FLUSH = 2**28  # a file's bytes between two waits for the disk
 HEADROOM = 2**20  # for headers and the index
 
@@ -56,7 +56,7 @@ class Saving:
     """
 
     host: int | None = 2**33
-    staging: int = LANES * BLOCK
+    staging: int = FILES * BLOCK
     weights_only: bool = False
     skip_full: bool = False
 
@@ -221,13 +221,13 @@ class Checkpoints:
         self, unsealed: Path, parts: list[Part], device: torch.device | None
     ) -> dict[str, Held]:
         """Write this rank's files; what each of them holds."""
-        lanes, stop = _lanes(parts), threading.Event()
-        names = [f"rank-{self.rank:05d}-{i}.safetensors" for i in range(len(lanes))]
-        nbytes = self.saving.staging // max(1, len(lanes))
-        with ThreadPoolExecutor(LANES, thread_name_prefix="checkpoint") as pool:
+        files, stop = _split(parts), threading.Event()
+        names = [f"rank-{self.rank:05d}-{i}.safetensors" for i in range(len(files))]
+        nbytes = self.saving.staging // max(1, len(files))
+        with ThreadPoolExecutor(FILES, thread_name_prefix="checkpoint") as pool:
             jobs = [
-                pool.submit(_write_file, unsealed / name, lane, nbytes, device, stop)
-                for name, lane in zip(names, lanes, strict=True)
+                pool.submit(_write_file, unsealed / name, own, nbytes, device, stop)
+                for name, own in zip(names, files, strict=True)
             ]
         faults = [e for e in (job.exception() for job in jobs) if e is not None]
         for fault in sorted(faults, key=lambda e: isinstance(e, _StoppedError)):
@@ -337,10 +337,10 @@ def _write_file(
                 hashes = []
                 for block in part.tensor.reshape(-1).split(BLOCK // part.dtype.itemsize):
                     digest = hashlib.sha256()
-                    for piece in block.split(nbytes // part.dtype.itemsize):
+                    for part_of_block in block.split(nbytes // part.dtype.itemsize):
                         if stop.is_set():
                             raise _StoppedError
-                        data = _staged(piece, buffer, part.dtype, cuda)
+                        data = _staged(part_of_block, buffer, part.dtype, cuda)
                         digest.update(data)
                         file.write(data)
                     hashes.append(digest.hexdigest())
@@ -372,13 +372,13 @@ def _flush(file: BinaryIO) -> int:
     return file.tell()
 
 
-def _lanes(parts: list[Part]) -> list[list[Part]]:
+def _split(parts: list[Part]) -> list[list[Part]]:
     """Parts for each file, in their order, of nearly the same size together."""
-    count = min(LANES, 1 + _nbytes(parts) // LANE_BYTES)
-    lanes: list[list[int]] = [[] for _ in range(count)]
+    count = min(FILES, 1 + _nbytes(parts) // FILE_BYTES)
+    files: list[list[int]] = [[] for _ in range(count)]
     sizes = [0] * count
     for i in sorted(range(len(parts)), key=lambda i: -parts[i].nbytes):
         least = sizes.index(min(sizes))
-        lanes[least].append(i)
+        files[least].append(i)
         sizes[least] += parts[i].nbytes
-    return [[parts[i] for i in sorted(lane)] for lane in lanes if lane]
+    return [[parts[i] for i in sorted(own)] for own in files if own]

@@ -1,4 +1,4 @@
-"""The baseline run beside a run, and the loss gap against it, step by step.
+"""The baseline of a run, and the loss gap against it, step by step.
 
 The baseline has the same seed, initialization and tokens, so the difference of the two losses
 at one step is the effect of the recipe alone. The baseline may be ahead, behind, or not there:

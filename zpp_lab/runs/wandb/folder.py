@@ -30,7 +30,7 @@ from zpp_lab.runs.metrics import Record, read_object, to_json
 from zpp_lab.runs.provenance import FILE as COMMITS
 
 STATE = "wandb.json"
-SAID = "wandb.log"
+SINK_LOG = "wandb.log"
 
 
 class RunFolder:
@@ -66,9 +66,9 @@ class RunFolder:
             return json.loads((self.path / COMMITS).read_text())[-1]["commit"]
         return None
 
-    def said(self, start: int) -> tuple[int, str]:
+    def console_after(self, start: int) -> tuple[int, str]:
         """Return whole lines of the console after `start` bytes, and the byte that follows them;
-        all lines of one that was begun anew."""
+        all lines of one that was begun again."""
         files = [self.path / name for name in (CONSOLE, LOG) if (self.path / name).is_file()]
         data = files[0].read_bytes() if files else b""
         start = start if start <= len(data) else 0
@@ -122,8 +122,8 @@ def read_summary(path: Path) -> Record:
     found = read_object(path)
     for name, kinds in (("steps", int), ("bytes", dict), ("heldout_loss", int | float | None)):
         if name not in found or not isinstance(found[name], kinds):
-            said = repr(found[name]) if name in found else "missing"
-            raise damaged(path, f"{name}: {said}")
+            texts = repr(found[name]) if name in found else "missing"
+            raise damaged(path, f"{name}: {texts}")
     return found
 
 

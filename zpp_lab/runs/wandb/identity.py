@@ -158,8 +158,8 @@ def _sweep(folder: RunFolder, run: Mapping[str, Any]) -> str | None:
 def _without_nothing(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    kept = {key: _without_nothing(item) for key, item in value.items()}
-    return {key: item for key, item in kept.items() if item not in (None, {}, [])}
+    chosen = {key: _without_nothing(item) for key, item in value.items()}
+    return {key: item for key, item in chosen.items() if item not in (None, {}, [])}
 
 
 def row(

@@ -1,4 +1,4 @@
-"""Starts the wandb process beside a run or a study. Imports no wandb."""
+"""Starts the wandb process of a run or a study. Imports no wandb."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import IO
 
 import zpp_lab
 from zpp_lab.config.schema import TrackingConfig
-from zpp_lab.runs.wandb.folder import SAID
+from zpp_lab.runs.wandb.folder import SINK_LOG
 from zpp_lab.runs.wandb.mode import Mode, resolve
 
 SINK = "zpp_lab.runs.wandb.sink"
@@ -19,7 +19,7 @@ _started: list[subprocess.Popen[bytes]] = []  # they may outlive their handles; 
 
 
 class SinkHandle:
-    """A wandb process that runs beside this one, or none when wandb is off."""
+    """A wandb process that runs in parallel, or none when wandb is off."""
 
     def __init__(
         self, process: subprocess.Popen[bytes] | None, log: Path, target: Path, mode: Mode = "off"
@@ -68,8 +68,8 @@ class SinkHandle:
 
 
 def start_run_sink(run_dir: Path, mode: Mode) -> SinkHandle:
-    """Send one run beside its training. OSError when no process can be started."""
-    log = run_dir / SAID
+    """Send one run while it trains. OSError when no process can be started."""
+    log = run_dir / SINK_LOG
     if mode == "off":
         return SinkHandle(None, log, run_dir)
     process = start_process(SINK, [str(run_dir), "--mode", mode], log)
@@ -84,7 +84,7 @@ def start_study_sink(root: Path | str, cfg: TrackingConfig) -> SinkHandle:
     line on stderr, as a study does not depend on it.
     """
     root = Path(root).resolve()
-    log = root / SAID
+    log = root / SINK_LOG
     mode, why = resolve(cfg.wandb)
     if cfg.wandb == "auto":
         print(f"wandb: {mode} ({why})", flush=True)

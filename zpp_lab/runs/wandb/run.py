@@ -106,7 +106,7 @@ class WandbRun:
         """Send the lines that the training has said since the last call."""
         if not self._shows_console:
             return
-        self.console, text = self._run_folder.said(self.console)
+        self.console, text = self._run_folder.console_after(self.console)
         if text:
             self._run.write_logs(text)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zpp_lab.study.judge import claims
-from zpp_lab.study.judge.noise import beside, noise_bands, one_seed
+from zpp_lab.study.judge.noise import band_gap, noise_bands, one_seed
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 from zpp_lab.study.words import gap_text, margin_nats, percent
 
@@ -73,7 +73,7 @@ def _where(arm: ArmResult) -> str:
 
 
 def _lone_answer(result: StudyResult, arms: Sequence[ArmResult]) -> list[str]:
-    places = {arm.name: beside(result, arm, noise_bands(result)) for arm in arms}
+    places = {arm.name: band_gap(result, arm, noise_bands(result)) for arm in arms}
     above = [name for name, place in places.items() if place and place.side == "above"]
     lines = ["No answer yet: with one seed an arm nothing is tested."]
     if any(places.values()):

@@ -73,13 +73,13 @@ def _factors(runs: Sequence[Run], arm: str) -> dict[str, Any]:
 
 def _without_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     """One run for each arm and seed: a finished one if there is, else the first by path."""
-    kept: dict[tuple[str, int], Run] = {}
+    chosen: dict[tuple[str, int], Run] = {}
     notes = []
     for run in sorted(runs, key=lambda r: (r.outcome != "finished", str(r.dir))):
-        first = kept.setdefault((run.arm, run.seed), run)
+        first = chosen.setdefault((run.arm, run.seed), run)
         if first is not run:
             notes.append(f"{run.dir.name} repeats {first.dir.name} ({run.arm}, seed {run.seed}).")
-    return list(kept.values()), notes
+    return list(chosen.values()), notes
 
 
 def _baseline(runs: Sequence[Run]) -> str:

@@ -44,7 +44,7 @@ class Certainty:
         if not any(arm.gap and arm.gap.deciding for arm in self.result.every):
             return ""
         return (
-            "As decided: the interval beside the verdict, at the corrected level of its test. That "
+            "As decided: the interval of the verdict, at the corrected level of its test. That "
             "is the test beyond the margin for better and worse, the one-sided test inside it for "
             "on par, and the test of 0 for the others. Alone: the "
             f"{self.result.study.confidence:.0%} interval without a correction for other arms."

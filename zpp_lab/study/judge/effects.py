@@ -44,8 +44,8 @@ class Cell:
 def cells_of(result: StudyResult) -> list[Cell]:
     """Return every arm with a gap and levels; the baseline, whose gap is 0, among them."""
     arms = [arm for arm in result.arms if arm.arm.role in ("arm", "baseline")]
-    told = {arm.name: arm.arm.factors for arm in arms if arm.arm.factors}
-    levels: Mapping[str, Mapping[str, Level]] = told or _levels_from_configs(arms)
+    values = {arm.name: arm.arm.factors for arm in arms if arm.arm.factors}
+    levels: Mapping[str, Mapping[str, Level]] = values or _levels_from_configs(arms)
     cells = []
     for arm in arms:
         if arm.gaps and levels.get(arm.name):

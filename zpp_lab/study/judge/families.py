@@ -212,7 +212,7 @@ class _History:
     """The smallest p-values of one arm over the looks so far.
 
     Where the mean changes its side, those of claims that have one, "differs" and "beyond", begin
-    anew: what an earlier look said was of the other side.
+    again: an earlier look spoke of the other side.
     """
 
     tests: stats.Tests | None = None

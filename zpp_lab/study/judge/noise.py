@@ -33,8 +33,8 @@ PAIRED = 8  # seeds from which on it is told whether pairing by seed helps an ar
 
 
 @dataclass(frozen=True)
-class Beside:
-    """A gap beside a noise band of ±noise, both in nats."""
+class BandGap:
+    """A gap next to a noise band of ±noise, both in nats."""
 
     gap: float
     noise: float
@@ -73,12 +73,12 @@ def noise_bands(result: StudyResult) -> dict[str, float]:
     return {base.name: noise for base in bases if (noise := noise_of(result, base))}
 
 
-def beside(result: StudyResult, arm: ArmResult, bands: Mapping[str, float]) -> Beside | None:
+def band_gap(result: StudyResult, arm: ArmResult, bands: Mapping[str, float]) -> BandGap | None:
     """Compare the arm's mean gap with the noise band; None without a gap or a band."""
     noise = bands.get(result.baseline_of(arm).name)
     if noise is None or arm.gap is None or arm.verdict == "baseline":
         return None
-    return Beside(arm.gap.mean, noise)
+    return BandGap(arm.gap.mean, noise)
 
 
 def noise_of(result: StudyResult, base: ArmResult) -> float | None:

@@ -54,7 +54,7 @@ class Gap:
 
     @property
     def shown(self) -> tuple[float, float] | None:
-        """The interval beside a verdict."""
+        """The interval next to a verdict."""
         return self.deciding or self.interval
 
 

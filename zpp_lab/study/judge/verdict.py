@@ -42,7 +42,7 @@ from zpp_lab.runs.reader import (
     read_run,
     read_study,
     standing,
-    told,
+    unfinished_text,
 )
 from zpp_lab.study.judge import stats
 from zpp_lab.study.judge.arms import study_of
@@ -70,14 +70,14 @@ def seed_notes(study: StudyConfig, result: ArmResult) -> list[str]:
     for seed in sorted({*study.seeds, *result.runs}):
         run = result.runs.get(seed)
         if run is None or run.outcome != "finished":
-            fates.setdefault(told(run), []).append(seed)
+            fates.setdefault(unfinished_text(run), []).append(seed)
     return [_sentence(result, seeds) for seeds in fates.values()]
 
 
 def _sentence(result: ArmResult, seeds: list[int]) -> str:
     several = len(seeds) > 1
     named = f"{'seeds' if several else 'seed'} {', '.join(map(str, seeds))}"
-    return f"{result.name}: {named} {told(result.runs.get(seeds[0]), several)}."
+    return f"{result.name}: {named} {unfinished_text(result.runs.get(seeds[0]), several)}."
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class StudyResult:
 
     @property
     def other_baselines(self) -> list[str]:
-        """The arms, beside the study's baseline, that others are paired with."""
+        """The arms, besides the study's baseline, that others are paired with."""
         names = dict.fromkeys(arm.arm.against for arm in self.arms if arm.arm.against)
         return [name for name in names if name != self.study.baseline]
 
@@ -237,8 +237,8 @@ def judge_study(
         *(f"Arm {name} is not in the study; its runs are ignored." for name in sorted(unknown)),
     ]
     few = _fewest(run for arm in arms for run in arm.finished)
-    told = heldout_notes(*few) if few is not None else ()
-    notes = [*notes, *(f"{text[0].upper()}{text[1:]}." for text in told)]
+    found = heldout_notes(*few) if few is not None else ()
+    notes = [*notes, *(f"{text[0].upper()}{text[1:]}." for text in found)]
     for result in arms:
         notes += seed_notes(study, result)
         notes += _data_notes(study, result, by_arm)
@@ -552,5 +552,5 @@ def _prepare_notes(root: Path, study: StudyConfig) -> list[str]:
         folder = root / PREPARE / one.name
         run = read_run(folder) if (folder / CONFIG).is_file() else None
         if run is None or run.outcome != "finished":
-            notes.append(f"{PREPARE} {one.name}, which arms start from, {told(run)}.")
+            notes.append(f"{PREPARE} {one.name}, which arms start from, {unfinished_text(run)}.")
     return notes

@@ -194,8 +194,8 @@ def _commits(summaries: Sequence[Mapping[str, Any]]) -> str:
 def _commit(summary: Mapping[str, Any]) -> str:
     """Of one run; those of its pieces where they differ."""
     first, *more = summary.get("commits") or [summary]
-    told = [f"after step {one['after']} {one['commit'] or _UNKNOWN}" for one in more]
-    return ", ".join([first.get("commit") or _UNKNOWN, *told])
+    lines = [f"after step {one['after']} {one['commit'] or _UNKNOWN}" for one in more]
+    return ", ".join([first.get("commit") or _UNKNOWN, *lines])
 
 
 def _cluster(grid: dict[str, Any]) -> str:

@@ -170,7 +170,7 @@ def study_document(found: Findings, figures: Sequence[Figure]) -> Document:
 def _arms(found: Findings) -> list[Content]:
     result, whole = found.result, verdict_table(found.result)
     pairs = pair_table(result)
-    told = (
+    text = (
         f"Each pair is judged as arms are against {result.compared_with}: same seeds, margin and "
         f"tests, corrected for these {len(pairs.rows)} pairs (Holm) on their own. Worse: the first "
         "one's loss is higher."
@@ -179,16 +179,16 @@ def _arms(found: Findings) -> list[Content]:
         arm_table(result, found.root),
         Text([f"{margin_line(result)} Every run is in `results.csv`."], soft=True),
         Fold("All columns", [whole]),
-        Fold("Arms against each other", [Text([told] if pairs else [], soft=True), pairs]),
+        Fold("Arms against each other", [Text([text] if pairs else [], soft=True), pairs]),
     ]
 
 
 def _figures(found: Findings, figures: Sequence[Figure]) -> list[Content]:
     """Each with what belongs to it, then all measures of the codecs' errors."""
-    told = left_out(found.result, found.curves)
+    texts = left_out(found.result, found.curves)
     content: list[Content] = [] if figures else [Text(["No run has data for more figures yet."])]
-    content.append(Text(told, soft=True))
-    beside: dict[str, list[Text | Table]] = {
+    content.append(Text(texts, soft=True))
+    extras: dict[str, list[Text | Table]] = {
         "gap_vs_speed": [Text(_measured_on(found), soft=True)],
         "main_effects": [
             Text(effect_notes(found.effects), soft=True),
@@ -197,7 +197,7 @@ def _figures(found: Findings, figures: Sequence[Figure]) -> list[Content]:
         "interactions": [interactions_table(found.pairs)],
     }
     for figure in figures:
-        shown = [figure, *beside.get(figure.name, [])]
+        shown = [figure, *extras.get(figure.name, [])]
         content += shown if figure.name in _SHOWN else [Fold(figure.title, shown)]
     measures = [telemetry_table(found.curves.telemetry)]
     return [*content, Fold("Codec error: all measures as a table", measures, page_only=True)]
@@ -227,15 +227,15 @@ def _speed(found: Findings) -> list[Content]:
 
 def _again(found: Findings) -> list[Content]:
     result, commit = found.result, one_commit(found.result)
-    whole = "The whole study: `zpp-lab study study.yaml`, with the `study.yaml` beside this page."
-    told = [
+    whole = "The whole study: `zpp-lab study study.yaml`, with the `study.yaml` next to this page."
+    lines = [
         whole if any(arm.arm.overrides for arm in result.arms) else "",
         f"The runs were made at commit `{commit}`." if commit else "",
         "For another seed of an arm, change `seed=`.",
     ]
     settings = Text(found.appendix.baseline_settings(), "code")
     return [
-        Text([" ".join(filter(None, told))]),
+        Text([" ".join(filter(None, lines))]),
         commands_table(result, found.appendix),
         differences_table(result, found.appendix),
         Fold(f"{result.study.baseline}: settings that are not the defaults", [settings], True),
@@ -246,7 +246,7 @@ def _again(found: Findings) -> list[Content]:
 
 
 def arm_table(result: StudyResult, root: Path) -> Table:
-    """Return what the figure of gaps has no room for; the page alone has it, as `verdict_table`
+    """Return what the figure of gaps does not show; the page alone has it, as `verdict_table`
     repeats it with the gaps."""
     describe = any(arm.arm.describe for arm in result.every)
     columns = words("Arm", "Verdict", *["What it does"] * describe)
@@ -281,13 +281,13 @@ def pair_table(result: StudyResult) -> Table:
 
 def verdict_table(result: StudyResult) -> Table:
     """Return one row an arm. What it does comes last, so that a narrow screen shows the verdict."""
-    told = verdict_rows(result)
+    found = verdict_rows(result)
     describe = any(arm.arm.describe for arm in result.every)
     rows = [
         Row([*_badged(cells, arm), *([arm.arm.describe or NOTHING] if describe else [])], arm.name)
-        for arm, cells in zip(result.ranked, told, strict=True)
+        for arm, cells in zip(result.ranked, found, strict=True)
     ]
-    first, verdict, *others = told[0]
+    first, verdict, *others = found[0]
     columns = [*words(first, verdict), *numbers(*others), *words(*["What it does"] * describe)]
     return Table("whole", f"Every arm against {result.compared_with}", columns, rows)
 
@@ -348,9 +348,9 @@ def differences_table(result: StudyResult, appendix: Appendix) -> Table:
 
 def commands_table(result: StudyResult, appendix: Appendix) -> Table:
     """Return how to run one seed of each arm again, after the runs that the arms start from."""
-    told = [(arm.name, appendix.command(arm)) for arm in result.arms]
+    lines = [(arm.name, appendix.command(arm)) for arm in result.arms]
     rows = [Row([f"prepare {name}", line]) for name, line in appendix.prepared().items()]
-    rows += [Row([name, command], name) for name, command in told if command]
+    rows += [Row([name, command], name) for name, command in lines if command]
     columns = [Column("Arm"), Column("Command", "code")]
     return Table("commands", "One seed of an arm", columns, rows, sortable=False)
 
@@ -409,7 +409,7 @@ def opening(result: StudyResult) -> Terms:
         margin += f", here {margin_nats(result)}"
     controls = [control.text for control in result.controls]
     lone = one_seed(result)
-    told = [
+    lines = [
         ("What it shows", LONE if lone else ""),
         ("Baseline", _baseline(result)),
         ("Start", _start(result)),
@@ -423,7 +423,7 @@ def opening(result: StudyResult) -> Terms:
         ),
     ]
     wrong = [] if controls_hold(result) else ["Controls"]
-    return Terms([(what, text) for what, text in told if text], wrong)
+    return Terms([(what, text) for what, text in lines if text], wrong)
 
 
 def controls_hold(result: StudyResult) -> bool:
@@ -477,7 +477,7 @@ def decision(result: StudyResult) -> list[str]:
         "excludes everything up to the margin. Size open: 0 is excluded, but the gap is shown "
         "neither inside nor beyond the margin. Undecided: nothing is shown. More seeds would "
         "decide the last two.",
-        "The interval beside a verdict has the level of its test, corrected for looks and arms. It "
+        "The interval of a verdict has the level of its test, corrected for looks and arms. It "
         "lies wholly beyond the margin for worse and better, wholly inside it for on par, and "
         "excludes 0 where the test does. Where that level would show more than the verdict claims, "
         "the interval is widened.",

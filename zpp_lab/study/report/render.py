@@ -103,8 +103,8 @@ def table_markdown(table: Table) -> str:
 
 def _for_paper(table: Table) -> tuple[list[Column], list[list[str]]]:
     """A table's columns and texts without links."""
-    kept = [i for i, column in enumerate(table.columns) if column.kind != "links"]
-    return [table.columns[i] for i in kept], [[row.texts[i] for i in kept] for row in table.rows]
+    own = [i for i, column in enumerate(table.columns) if column.kind != "links"]
+    return [table.columns[i] for i in own], [[row.texts[i] for i in own] for row in table.rows]
 
 
 def _lines_of_code(text: str) -> str:

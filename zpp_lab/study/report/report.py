@@ -71,7 +71,7 @@ def build_report(
 
     study: None takes the study that `root` was run as, and for plain runs one arm a recipe.
     speed: measured speeds, a results.csv of `zpp-lab bench step` or its folder; the study keeps a
-    copy for later reports. predict: what the cost model says beside them.
+    copy for later reports. predict: the cost model's predictions.
     began: called when all has been read, before seconds of drawing.
     Raises ValueError when there are no runs or one cannot be read.
     """
@@ -99,7 +99,7 @@ def build_report(
 
 
 def build_speed_report(path: Path, predict: Predict | None = None) -> SpeedReport:
-    """Write the page of `path`, a table of speeds or its folder, beside the table.
+    """Write the page of `path`, a table of speeds or its folder, next to the table.
 
     predict: what the cost model says of measured arms (see `results.Predict`).
     ValueError where the table is absent or at fault.

@@ -15,7 +15,7 @@ import altair as alt
 from zpp_lab.config.study import CONTROLS, StudyConfig
 from zpp_lab.study.judge import claims
 
-TOLD = 20  # arms with a look of their own; more could not be told apart
+MOST_LOOKS = 20  # arms with a look of their own; more could not be told apart
 OTHERS = "other arms"
 _SOLID = (1.0, 0.0)
 # Beside the hue, for print in grey, for eyes that see two hues as one, and so that a line that
@@ -121,7 +121,7 @@ def arm_looks(
     controls: Collection[str] = (),
     taken: Mapping[str, Look] | None = None,
 ) -> dict[str, Look]:
-    """Return the looks of the baseline and of the first arms after it, TOLD in all, in that order.
+    """Return the looks of the baseline and of the next arms, MOST_LOOKS in all, in order.
 
     No two are alike. controls: arms in grey tones, as long as there are some. taken: looks that
     arms have already; the others get what these leave.
@@ -129,16 +129,16 @@ def arm_looks(
     taken = dict(taken or {})
     greys, hues = ([one for one in some if one not in taken.values()] for some in (GREYS, HUES))
     looks = {baseline: BASELINE}
-    for arm in [arm for arm in dict.fromkeys(arms) if arm != baseline][: TOLD - 1]:
+    for arm in [arm for arm in dict.fromkeys(arms) if arm != baseline][: MOST_LOOKS - 1]:
         left = greys if arm in controls and greys else hues
         looks[arm] = taken[arm] if arm in taken else left.pop(0)
     return looks
 
 
-def study_looks(study: StudyConfig, told: Sequence[str] = ()) -> dict[str, Look]:
-    """Return the looks of a study's arms; of those in `told`, where they are many."""
+def study_looks(study: StudyConfig, chosen: Sequence[str] = ()) -> dict[str, Look]:
+    """Return the looks of a study's arms; of those in `chosen`, where they are many."""
     controls = [arm.name for arm in study.arms if arm.role in CONTROLS]
-    return arm_looks(told or [arm.name for arm in study.arms], study.baseline, controls)
+    return arm_looks(chosen or [arm.name for arm in study.arms], study.baseline, controls)
 
 
 class Style:
@@ -146,7 +146,7 @@ class Style:
 
     def __init__(self, looks: Mapping[str, Look], baseline: str) -> None:
         self.baseline = baseline
-        self.told = list(looks)
+        self.arms = list(looks)
         every = {**looks, OTHERS: OTHER}
         self.colors = {arm: look.color for arm, look in every.items()}
         self.dashes = {arm: list(look.dash) for arm, look in every.items()}
@@ -213,18 +213,18 @@ def legend_pick(field: str = "look", name: str = "pick") -> alt.Parameter:
     return alt.selection_point(name=name, fields=[field], bind="legend")
 
 
-def quantities(told: Mapping[str, tuple[str, str]]) -> list[alt.Tooltip]:
+def quantities(fields: Mapping[str, tuple[str, str]]) -> list[alt.Tooltip]:
     """Return what a mark says when it is held: the title and the format of each numeric field."""
-    return [alt.Tooltip(f"{k}:Q", title=title, format=form) for k, (title, form) in told.items()]
+    return [alt.Tooltip(f"{k}:Q", title=title, format=form) for k, (title, form) in fields.items()]
 
 
-def beside(panels: Sequence[alt.LayerChart], columns: int, **more: Any) -> dict[str, Any]:
+def concat_panels(panels: Sequence[alt.LayerChart], columns: int, **more: Any) -> dict[str, Any]:
     """Return the panels in rows of `columns`, for `finish`. Altair's own concat copies them for
     seconds. Parameters go to the top, as there; panels' own need names of their own."""
     specs = [panel.to_dict(validate=False) for panel in panels]
     params = [param for one in specs for param in one.get("params", [])]
-    kept = ("$schema", "config", "params")
-    bare = [{k: v for k, v in one.items() if k not in kept} for one in specs]
+    hidden = ("$schema", "config", "params")
+    bare = [{k: v for k, v in one.items() if k not in hidden} for one in specs]
     return {"$schema": alt.SCHEMA_URL, "concat": bare, "columns": columns, "params": params, **more}
 
 
@@ -235,7 +235,7 @@ def finish(
 
     rows: the data of the names that the chart's marks use. They are added here, at the end,
     because Altair copies and checks all that it holds over and over. side, legend: pixels that
-    axes take beside each panel, and the legend beside all; the page fits narrow screens by them.
+    axes take next to each panel, and the legend next to all; the page fits narrow screens by them.
     """
     spec = made if isinstance(made, dict) else made.to_dict(validate=False)
     hidden = {"name": "hidden", "value": []}
@@ -249,8 +249,8 @@ def finish(
 
 def _short(row: Mapping[str, Any]) -> dict[str, Any]:
     """Five digits are more than a picture shows, and half the bytes; see also _LOOK."""
-    kept = {k: v for k, v in row.items() if k != "look" or v != row.get("arm")}
-    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in kept.items()}
+    chosen = {k: v for k, v in row.items() if k != "look" or v != row.get("arm")}
+    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in chosen.items()}
 
 
 @dataclass(frozen=True)
@@ -285,18 +285,18 @@ class GapAxis:
     def ticks(self, length: float, across: bool = False) -> list[float]:
         """Return 0, the ends of the margin, then 1 and 3 of each decade, where labels fit."""
         beyond = [d for c in (1, 3) for k in range(-9, 6) if (d := c * 10.0**k) > self.margin]
-        kept: list[float] = []
+        chosen: list[float] = []
         for mark in (0.0, *(sign * d for d in (self.margin, *beyond) for sign in (1, -1))):
-            free = all(self._fit(mark, other, length, across) for other in kept)
+            free = all(self._fit(mark, other, length, across) for other in chosen)
             if free and self.low <= mark <= self.high:
-                kept.append(mark)
-        return sorted(kept)
+                chosen.append(mark)
+        return sorted(chosen)
 
     def _fit(self, one: float, other: float, length: float, across: bool) -> bool:
         """Whether both labels can be read."""
         widths = [_DIGIT * len(f"{value:+.2g}") for value in (one, other)]
-        room = sum(widths) / 2 + _AIR if across else _LINE
-        return abs(self.place(one) - self.place(other)) * length >= room
+        wanted = sum(widths) / 2 + _AIR if across else _LINE
+        return abs(self.place(one) - self.place(other)) * length >= wanted
 
     def place(self, value: float) -> float:
         """Return where a value lies on the axis, from 0 to 1."""

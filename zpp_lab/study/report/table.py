@@ -13,7 +13,7 @@ from zpp_lab.files import text_table
 from zpp_lab.runs.reader import READOUTS, Run
 from zpp_lab.study.judge.claims import EXPECTED, MARK, ON_PAR_MARKED
 from zpp_lab.study.judge.families import look_sizes
-from zpp_lab.study.judge.noise import beside, noise_bands, one_seed
+from zpp_lab.study.judge.noise import band_gap, noise_bands, one_seed
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 from zpp_lab.study.words import NOTHING, gap_cell, gap_text, margin_nats, nats, number, percent
 
@@ -106,18 +106,18 @@ def verdict_rows(result: StudyResult) -> list[dict[str, str]]:
     rows = [dict(zip(COLUMNS, _cells(result, arm), strict=True)) for arm in result.ranked]
     readouts = [gap_cell(result.readout_gap(arm)) for arm in result.ranked]
     if any(cell != NOTHING for cell in readouts):
-        told = zip(rows, readouts, strict=True)
-        rows = [_with(row, "Gap (nats)", READOUT, cell) for row, cell in told]
+        pairs = zip(rows, readouts, strict=True)
+        rows = [_with(row, "Gap (nats)", READOUT, cell) for row, cell in pairs]
     quantized = [_quantized(arm) for arm in result.ranked]
     if any(cell != NOTHING for cell in quantized):
-        told = zip(rows, quantized, strict=True)
-        rows = [_with(row, "Bytes between nodes", QUANTIZED, cell) for row, cell in told]
+        pairs = zip(rows, quantized, strict=True)
+        rows = [_with(row, "Bytes between nodes", QUANTIZED, cell) for row, cell in pairs]
     bands = noise_bands(result) if one_seed(result) else {}
     if not bands:
         return rows
     placed = [band_cell(result, arm, bands) for arm in result.ranked]
-    told = zip(rows, placed, strict=True)
-    return [_with(row, "Gap (nats)", BAND_COLUMN, cell) for row, cell in told]
+    pairs = zip(rows, placed, strict=True)
+    return [_with(row, "Gap (nats)", BAND_COLUMN, cell) for row, cell in pairs]
 
 
 def _with(row: dict[str, str], before: str, column: str, cell: str) -> dict[str, str]:
@@ -135,7 +135,7 @@ def _quantized(arm: ArmResult) -> str:
 
 def band_cell(result: StudyResult, arm: ArmResult, bands: Mapping[str, float]) -> str:
     """Compare an arm's gap with its baseline's noise band, such as "below, 1.5×"."""
-    at = beside(result, arm, bands)
+    at = band_gap(result, arm, bands)
     if at is None:
         return NOTHING
     return "sets it" if arm.arm.role == "order_control" else at.text
@@ -187,8 +187,8 @@ def console_table(result: StudyResult) -> str:
     Few columns, so that a row stays on its line; the report has all.
     """
     sent = sent_column(result)
-    kept = ["Arm", "Verdict", "Gap (nats)", BAND_COLUMN, READOUT, sent, "Seeds"]
-    rows = [{key: row[key] for key in kept if key in row} for row in verdict_rows(result)]
+    chosen = ["Arm", "Verdict", "Gap (nats)", BAND_COLUMN, READOUT, sent, "Seeds"]
+    rows = [{key: row[key] for key in chosen if key in row} for row in verdict_rows(result)]
     heads = ["Bytes" if key == sent else key for key in rows[0]]
     parts = [text_table(heads, [list(row.values()) for row in rows], left=2)]
     parts.append(margin_line(result))

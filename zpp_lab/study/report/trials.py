@@ -30,7 +30,7 @@ from zpp_lab.study.report.sections import (
     numbers,
     words,
 )
-from zpp_lab.study.report.style import GREY, MEANING, beside, chart, finish
+from zpp_lab.study.report.style import GREY, MEANING, chart, concat_panels, finish
 from zpp_lab.study.report.table import perplexity
 from zpp_lab.study.words import NOTHING, number, signed
 
@@ -90,22 +90,22 @@ class Trials:
         if best is None:
             return ["No answer yet: no trial has finished."]
         assert best.loss is not None
-        said = [
+        lines = [
             f"{_settings(best)} ended at the lowest held-out loss of {len(known)} trials of "
             f"{self.recipe}: {best.loss:.4f} nats a token."
         ]
         if len(known) > 1:
             second = known[1]
             assert second.loss is not None
-            said.append(
+            lines.append(
                 f"The next one is {signed(second.loss - best.loss)} nats above it "
                 f"({_settings(second)})."
             )
-        said.append(
+        lines.append(
             "The lowest of several losses is partly luck: run the best settings again with other "
             "seeds before relying on them."
         )
-        return said
+        return lines
 
 
 def find_trials(result: StudyResult) -> Trials | None:
@@ -137,9 +137,9 @@ def trials_document(found: Trials, figures: Sequence[Figure], root: Path) -> Doc
     drawn = [Figure(NAME, "Settings and loss", _CAPTION, trials_figure(found))] if known else []
     command = found.best and Appendix(found.result).command(found.best.arm)
     again = Text([command] if command else [], "code")
-    told = " ".join([*more, scope(found.result)])
+    text = " ".join([*more, scope(found.result)])
     sections = [
-        Section("Answer", "answer", [Text([first]), *drawn, Text([told])]),
+        Section("Answer", "answer", [Text([first]), *drawn, Text([text])]),
         Section("Trials", "trials", [trials_table(found, root)]),
         Section("Run the best one again", "again", [again]),
         Section("Figures", "figures", figures),
@@ -218,7 +218,7 @@ def trials_figure(found: Trials) -> Spec:
     panels = []
     for i, key in enumerate(found.keys):
         panels.append(_panel(i, key, [row[f"key{i}"] for row in rows]))
-    return finish(beside(panels, 3), {NAME: rows[::-1]}, side=62)
+    return finish(concat_panels(panels, 3), {NAME: rows[::-1]}, side=62)
 
 
 def _panel(number: int, key: str, values: Sequence[Any]) -> Any:

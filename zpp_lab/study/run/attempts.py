@@ -1,6 +1,6 @@
 """How a run's process ended, its failed starts, and whether another start is worth it.
 
-failure.json tells the last one only, and a start removes it; `attempts.jsonl` beside it keeps
+failure.json tells the last one only, and a start removes it; `attempts.jsonl` next to it keeps
 them all: one line a failed start, with its outcome, error and step. `StudyOutcome` says how a
 study's whole call ended.
 """

@@ -101,9 +101,9 @@ class Batch:
             (run.dir / FAILURE).unlink(missing_ok=True)
         words = [overrides_of(self._study, run) for run in todo]
         groups = jobs_of(self._launcher, self._root, self._settings, _named(todo))
-        told = [[*self._settings, *group.words] for group in groups]
+        lines = [[*self._settings, *group.words] for group in groups]
         try:
-            with _interrupts(), _started(self._launcher, self._root, told) as launchers:
+            with _interrupts(), _started(self._launcher, self._root, lines) as launchers:
                 work = [[words[i] for i in group.places] for group in groups]
                 faults = _launch(launchers, work)
         except KeyboardInterrupt:
@@ -125,7 +125,7 @@ class Batch:
 
 def check_batch(name: str, root: Path, settings: Sequence[str], runs: Sequence[PlannedRun]) -> None:
     """Raise ValueError, before anything is written, for a launcher that cannot start here or that
-    is told something else than a run needs."""
+    has other settings than a run needs."""
     if check_launcher(name, root, settings, runs):
         check_sbatch(f"--launcher {name}", " (--dry-run shows their headers anywhere)")
 
@@ -162,8 +162,8 @@ def _named(runs: Sequence[PlannedRun]) -> list[tuple[str, Config]]:
 def jobs_of(
     name: str, root: Path, settings: Sequence[str], runs: Sequence[tuple[str, Config]]
 ) -> list[Jobs]:
-    """Return the runs, each with what to call it, by what they ask of the launcher `name`, told
-    `settings`. One group where it is not Slurm's. ValueError where it is told something else."""
+    """Return the runs, each with what to call it, by what they ask of the launcher `name`, with
+    `settings`. One group where it is not Slurm's. ValueError where these ask for something else."""
     for word in settings:
         if not setting_of(word).startswith("hydra.launcher."):
             raise ValueError(
@@ -172,14 +172,14 @@ def jobs_of(
     own = _composed(name, root, settings)
     if not _is_slurm(own):
         return [Jobs(range(len(runs)))]
-    told = _told(own)
+    found = _settings_of(own)
     groups: dict[tuple[str, ...], list[int]] = {}
     known: dict[str, tuple[str, ...]] = {}  # runs that differ in their seed ask alike
     for place, (run, config) in enumerate(runs):
         key = repr(replace(config, seed=0, run=RunConfig()))
         if key not in known:
             try:
-                known[key] = tuple(_words(told, needs(config), config))
+                known[key] = tuple(_words(found, needs(config), config))
             except ValueError as error:
                 raise ValueError(f"{run}: {error}") from None
         groups.setdefault(known[key], []).append(place)
@@ -208,24 +208,24 @@ def needs(config: Config) -> Needs:
     )
 
 
-def _words(told: Mapping[str, Any], need: Needs, config: Config) -> list[str]:
-    """Overrides for what the launcher is not told. ValueError where it is told too little or, of
+def _words(own: Mapping[str, Any], need: Needs, config: Config) -> list[str]:
+    """Overrides for what the launcher lacks. ValueError where it has too little or, of
     nodes, tasks and GPUs, another number; fewer CPUs or more memory are the user's choice."""
-    words, taken = [], {_OTHERS[name] for name in _OTHERS if told.get(name)}
+    words, taken = [], {_OTHERS[name] for name in _OTHERS if own.get(name)}
     more = {
-        str(k).replace("_", "-"): v for k, v in (told.get("additional_parameters") or {}).items()
+        str(k).replace("_", "-"): v for k, v in (own.get("additional_parameters") or {}).items()
     }
-    if told.get("gpus_per_task") or more.keys() & _FLAGS:
+    if own.get("gpus_per_task") or more.keys() & _FLAGS:
         raise ValueError(
             "hydra.launcher.gpus_per_task, and nodes, tasks, GPUs or memory in "
             "additional_parameters are ignored: leave them out, they follow from the run"
         )
-    gpus = _in_gres(told.get("gres"))
+    gpus = _in_gres(own.get("gres"))
     if gpus is not None:
         taken.add("gpus_per_node")
-        _check("gres", told["gres"], gpus, need.gpus_per_node, config)
+        _check("gres", own["gres"], gpus, need.gpus_per_node, config)
     for name, value in asdict(need).items():
-        given = told.get(name)
+        given = own.get(name)
         if given:
             wanted = max(given, value) if name == "mem_gb" else value
             if name in (*_FIXED, "mem_gb"):
@@ -234,7 +234,7 @@ def _words(told: Mapping[str, Any], need: Needs, config: Config) -> list[str]:
             none = name == "gpus_per_node" and value == 0
             words.append(f"hydra.launcher.{name}={'null' if none else value}")
     if "cpus_per_task" not in taken:
-        lines = [*(told.get("setup") or ()), _OF_A_TASK]
+        lines = [*(own.get("setup") or ()), _OF_A_TASK]
         words.append(f"hydra.launcher.setup={written(lines)}")
     if need.nodes * need.tasks_per_node > 1:
         words += _in_blocks(more.get("distribution"))
@@ -274,26 +274,26 @@ def _is_slurm(composed: DictConfig) -> bool:
     return str(composed.hydra.launcher.get("_target_")).endswith(f".{_SLURM}")
 
 
-def _told(composed: DictConfig) -> dict[str, Any]:
-    told = OmegaConf.to_container(composed.hydra.launcher, resolve=True)
-    assert isinstance(told, dict)
-    return {str(key): value for key, value in told.items()}
+def _settings_of(composed: DictConfig) -> dict[str, Any]:
+    found = OmegaConf.to_container(composed.hydra.launcher, resolve=True)
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
 
 
 def _header(composed: DictConfig, count: int) -> str:
     """The #SBATCH lines of so many jobs, as submitit writes them."""
     from submitit.slurm import slurm
 
-    told = _told(composed)
+    found = _settings_of(composed)
     own = ("_target_", "submitit_folder", "max_num_timeout")
     names = {str(k): str(v) for k, v in slurm.SlurmExecutor._equivalence_dict().items()}
-    given = {k: v for k, v in told.items() if k not in own and v is not None}
+    given = {k: v for k, v in found.items() if k not in own and v is not None}
     settings: dict[str, Any] = {names.get(k, k): v for k, v in given.items()}
     if "mem" in settings:
         settings["mem"] = f"{settings['mem']}GB"
     if count > 1:
         settings["map_count"] = count
-    script = slurm._make_sbatch_string("", told["submitit_folder"], **settings)
+    script = slurm._make_sbatch_string("", found["submitit_folder"], **settings)
     return "\n".join(line for line in script.splitlines() if line.startswith("#SBATCH"))
 
 
@@ -315,7 +315,7 @@ def _words_of(name: str, root: Path, settings: Sequence[str]) -> list[str]:
 
 def hydra_settings(words: Sequence[str]) -> DictConfig:
     """Return Hydra's own settings of a multirun with these words: its launcher, sweeper and what
-    they are told. ValueError as `compose`'s."""
+    their settings. ValueError as `compose`'s."""
     with _hydra() as main:
         try:
             composed = main.compose_config("config", list(words), run_mode=RunMode.MULTIRUN)
@@ -368,10 +368,10 @@ def _unknown(name: str, settings: Sequence[str], error: Exception) -> str:
 
 
 @contextmanager
-def _started(name: str, root: Path, told: Sequence[Sequence[str]]) -> Iterator[list[Launcher]]:
+def _started(name: str, root: Path, each: Sequence[Sequence[str]]) -> Iterator[list[Launcher]]:
     """A launcher for each of these settings."""
     with _hydra() as main:
-        yield [_instance(main, name, root, settings)[0] for settings in told]
+        yield [_instance(main, name, root, settings)[0] for settings in each]
 
 
 def _reason(error: Exception) -> str:
@@ -380,7 +380,7 @@ def _reason(error: Exception) -> str:
 
 
 def _launch(launchers: Sequence[Launcher], work: Sequence[Sequence[Sequence[str]]]) -> list[str]:
-    """What went wrong beside the runs themselves, of each launcher; "" for nothing. Several (of
+    """What went wrong besides the runs themselves, of each launcher; "" for nothing. Several (of
     Slurm) wait side by side."""
     faults, first = [""] * len(launchers), 0
     threads = []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.files import FAILURE, only_one
-from zpp_lab.runs.reader import Run, find_runs, last_step, read_json, told, write_study
+from zpp_lab.runs.reader import Run, find_runs, last_step, read_json, unfinished_text, write_study
 from zpp_lab.runs.wandb.process import start_study_sink
 from zpp_lab.study.run import attempts
 from zpp_lab.study.run.attempts import StudyOutcome
@@ -256,7 +256,7 @@ def _end(run: PlannedRun) -> str:
     """How a run stands that has not finished; "" for one that was never started."""
     step, failure = last_step(run.dir), read_json(run.dir / FAILURE)
     found = Run(run.dir, run.arm, run.seed, asdict(run.config), None, failure, step)
-    return told(found) if step or failure else ""
+    return unfinished_text(found) if step or failure else ""
 
 
 def hydra_compose() -> Compose:

@@ -121,9 +121,9 @@ def planned_sweep(overrides: list[str]) -> Sweep:
         place = config.run.dir or str(folder / name / f"seed{config.seed}")
         arm = config.run.arm or arm_name(config, varying)
         runs.append(replace(config, run=replace(config.run, dir=place, arm=arm)))
-    told = [word for word in overrides if setting_of(word).startswith("hydra.launcher.")]
+    lines = [word for word in overrides if setting_of(word).startswith("hydra.launcher.")]
     drawing = f"{sweeper}, {by.sweeper.get('n_trials', '?')} runs" if drawn else None
-    return Sweep(folder, runs, drawing, None if launcher == "basic" else launcher, told)
+    return Sweep(folder, runs, drawing, None if launcher == "basic" else launcher, lines)
 
 
 def _placed(overrides: list[str]) -> list[str]:
@@ -159,19 +159,19 @@ def _without_glob(override: str) -> str:
 
 
 def _slurm_words(overrides: list[str]) -> list[str]:
-    """What Slurm's launcher is told of the jobs' nodes, GPUs and memory; [] for other launchers.
-    ValueError where jobs need different things: a launcher is told once."""
-    chosen = hydra_settings([*own_files(), *overrides]).runtime.choices["hydra/launcher"]
-    if chosen == "basic":
+    """What Slurm's launcher gets of the jobs' nodes, GPUs and memory; [] for other launchers.
+    ValueError where jobs need different things: a launcher has one set."""
+    word = hydra_settings([*own_files(), *overrides]).runtime.choices["hydra/launcher"]
+    if word == "basic":
         return []
-    told = [word for word in overrides if setting_of(word).startswith("hydra.launcher.")]
+    lines = [word for word in overrides if setting_of(word).startswith("hydra.launcher.")]
     own = _own(overrides)
     parsed = [OverridesParser.create().parse_override(word) for word in own]
     known = [one for one in parsed if not one.is_sweep_override() or one.is_discrete_sweep()]
     (jobs,) = BasicSweeper.split_arguments(known, None)
     kinds = dict.fromkeys(tuple(w for w in job if setting_of(w) != "seed") for job in jobs)
     runs = [(" ".join(job), compose(list(job))) for job in kinds]
-    groups = jobs_of(chosen, Path(_sweep_dir(overrides)), told, runs)
+    groups = jobs_of(word, Path(_sweep_dir(overrides)), lines, runs)
     if len(groups) > 1:
         one, other = (runs[group.places[0]][0] for group in groups[:2])
         raise ValueError(
@@ -179,7 +179,7 @@ def _slurm_words(overrides: list[str]) -> list[str]:
             "them in separate commands, or write a study"
         )
     if groups[0].words:
-        check_sbatch(f"hydra/launcher={chosen}")
+        check_sbatch(f"hydra/launcher={word}")
     return list(groups[0].words)
 
 
@@ -195,7 +195,7 @@ def _check_names(overrides: list[str]) -> None:
 
 def _check_each(overrides: list[str]) -> set[str]:
     """The settings that differ between jobs, apart from the recipe's name. ValueError for a value
-    that no job could have, before the first job. Each is looked at once, beside the first values of
+    that no job could have, before the first job. Each is looked at once, with the first values of
     what else is swept: all combinations would take too long."""
     own = _own(overrides)
     values = [_values(word) for word in own]
@@ -236,8 +236,8 @@ def _say_how_to_go_on(folder: Path) -> None:
     """The folder's name has the time in it, so the command alone would begin another sweep."""
     if folder.is_dir():
         word = shlex.quote(f"hydra.sweep.dir={written(str(folder))}")
-        told = f"the same command with {word} resumes this sweep"
-        print(f"{told}; finished runs are not repeated", file=sys.stderr)
+        text = f"the same command with {word} resumes this sweep"
+        print(f"{text}; finished runs are not repeated", file=sys.stderr)
 
 
 @contextmanager

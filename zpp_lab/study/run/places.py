@@ -2,7 +2,7 @@
 
 Several small runs may share a GPU. With `runs_per_gpu: 0` the first run of a shape (model, cluster,
 batch, dtypes, recipe family) has a GPU to itself; its peak memory then says how many of its kind
-fit beside each other.
+fit in parallel.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def shape(config: Config) -> str:
     dtypes, engine, and whether weights and gradients have codecs."""
     flat = flat_config(config)
     names = [*_SHAPE, *(f"train.{name}" for name in _SHAPE_TRAIN)]
-    kept = {
+    chosen = {
         key: value
         for key, value in flat.items()
         if any(key == name or key.startswith(f"{name}.") for name in names)
     }
-    kept |= {"weights": _coded(flat, "weights"), "grads": _coded(flat, "grads")}
-    return json.dumps(kept, sort_keys=True, default=str)
+    chosen |= {"weights": _coded(flat, "weights"), "grads": _coded(flat, "grads")}
+    return json.dumps(chosen, sort_keys=True, default=str)
 
 
 def _coded(flat: dict[str, object], kind: str) -> bool:
@@ -142,10 +142,10 @@ class Places:
         """Return room for `need`, the emptiest places first; None when it must wait."""
         count = need.places if self.gpus else min(need.places, len(self))
         fraction = need.fraction if self.gpus else 1.0
-        room = [i for i, used in enumerate(self._used) if used + fraction <= 1 + _ROUNDING]
-        if self._running >= self.jobs or len(room) < count:
+        left = [i for i, used in enumerate(self._used) if used + fraction <= 1 + _ROUNDING]
+        if self._running >= self.jobs or len(left) < count:
             return None
-        chosen = tuple(sorted(room, key=lambda i: self._used[i])[:count])
+        chosen = tuple(sorted(left, key=lambda i: self._used[i])[:count])
         for i in chosen:
             self._used[i] += fraction
         self._running += 1

@@ -49,8 +49,8 @@ def fingerprint(config: Config) -> str:
     """Return the settings that change numbers, apart from the seed and the recipe's name, as one
     text: two arms with the same one would train the same."""
     own = ("seed", "recipe.name")
-    kept = {k: v for k, v in flat_config(config).items() if k not in own and not is_free(k)}
-    return json.dumps(kept, sort_keys=True, default=str)
+    chosen = {k: v for k, v in flat_config(config).items() if k not in own and not is_free(k)}
+    return json.dumps(chosen, sort_keys=True, default=str)
 
 
 def matching(study: StudyConfig, patterns: Sequence[str]) -> list[str]:
@@ -67,10 +67,10 @@ def some_arms(study: StudyConfig, patterns: Sequence[str]) -> StudyConfig:
     """Return the study with the arms that match, the arms that these are compared with, its
     baseline, and the composites that have all their arms."""
     wanted = matching(study, patterns)
-    kept = {study.baseline, *wanted}
-    kept |= {base for arm in study.arms if arm.name in wanted for base in study.bases(arm)}
-    whole = [c for c in study.composites if kept >= {a.name for a in chain(*study.members(c))}]
-    arms = [arm for arm in study.arms if arm.name in kept]
+    names = {study.baseline, *wanted}
+    names |= {base for arm in study.arms if arm.name in wanted for base in study.bases(arm)}
+    whole = [c for c in study.composites if names >= {a.name for a in chain(*study.members(c))}]
+    arms = [arm for arm in study.arms if arm.name in names]
     return replace(study, arms=arms, composites=whole)
 
 
@@ -344,14 +344,14 @@ def check_runs(study: StudyConfig, runs: Sequence[PlannedRun], here: bool = True
         except ValueError as error:
             faults.setdefault(str(error), {})[run.arm] = None
     if faults:
-        told = [f"study {study.name}, {', '.join(arms)}: {text}" for text, arms in faults.items()]
-        raise ValueError("\n".join(told))
+        lines = [f"study {study.name}, {', '.join(arms)}: {text}" for text, arms in faults.items()]
+        raise ValueError("\n".join(lines))
 
 
 def _check_run(config: Config, prepared: Mapping[str, Config], here: bool) -> None:
-    read, trunk = config, prepared.get(config.model.start or "")
-    if trunk is not None:
-        _check_trunk(config, trunk)
+    read, base = config, prepared.get(config.model.start or "")
+    if base is not None:
+        _check_base_run(config, base)
         own = replace(config.model, start=None, start_optimizer=False, lora=LoraConfig())
         read = replace(config, model=own)
     if here:
@@ -361,20 +361,20 @@ def _check_run(config: Config, prepared: Mapping[str, Config], here: bool) -> No
         planned(config)
 
 
-def _check_trunk(config: Config, trunk: Config) -> None:
+def _check_base_run(config: Config, base: Config) -> None:
     """ValueError where a run cannot start from a prepared one, as that is planned."""
-    if not trunk.train.keep_checkpoints:
+    if not base.train.keep_checkpoints:
         raise ValueError(
-            f"it starts from {PREPARE} {trunk.run.arm}, which keeps no checkpoint: set "
+            f"it starts from {PREPARE} {base.run.arm}, which keeps no checkpoint: set "
             "train.keep_checkpoints=1 there"
         )
     if config.model.start_optimizer:
-        if trunk.train.checkpoint_weights_only:
+        if base.train.checkpoint_weights_only:
             raise ValueError(
-                f"it loads the optimizer of {PREPARE} {trunk.run.arm}, which saves weights only: "
+                f"it loads the optimizer of {PREPARE} {base.run.arm}, which saves weights only: "
                 "set train.checkpoint_weights_only=false there"
             )
-        check_branch(config, trunk)
+        check_branch(config, base)
 
 
 def notes(runs: Sequence[PlannedRun]) -> list[str]:

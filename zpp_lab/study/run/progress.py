@@ -152,9 +152,9 @@ class Watch:
         """ValueError when `root` holds no study, or another one."""
         found = read_study(root) if root.is_dir() else None
         if found is None:
-            said = "" if root.is_dir() else f" ({missing(root)})"
+            text = "" if root.is_dir() else f" ({missing(root)})"
             raise ValueError(
-                f"{root}: no study has been started here{said}; start it without --watch, or set "
+                f"{root}: no study has been started here{text}; start it without --watch, or set "
                 "its folder with --dir"
             )
         if study is not None:

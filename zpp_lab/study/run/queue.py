@@ -242,7 +242,7 @@ class Queue:
         self._progress.ended(ended.run, ending(result))
 
     def _worth_another(self, ended: Ended, result: Run) -> bool:
-        """A run that was killed, or had no memory beside others, may fare better later."""
+        """A run that was killed, or had too little memory, may fare better later."""
         if ended.run.dir in self._again or result.outcome in ("finished", "diverged"):
             return False
         return (
@@ -259,10 +259,10 @@ def _check_disk(folder: Path, result: Run) -> None:
     free = shutil.disk_usage(folder).free
     if free < _FULL or any(why in f"{error} {failure.get('traceback')}" for why in _NO_ROOM):
         (folder / FAILURE).unlink(missing_ok=True)
-        told = f": {error.splitlines()[0].partition('; ')[0]}" if error else ""
+        text = f": {error.splitlines()[0].partition('; ')[0]}" if error else ""
         raise OSError(
             errno.ENOSPC,
-            f"{folder}: the disk is full ({free / 2**20:.0f} MiB left{told}); free some space, "
+            f"{folder}: the disk is full ({free / 2**20:.0f} MiB left{text}); free some space, "
             "then the same command resumes each run from its last checkpoint",
         )
 

@@ -160,7 +160,7 @@ def read_speeds(path: Path) -> list[Measured]:
 
 def read_table(file: Path) -> list[dict[str, str]]:
     """Return the rows as text. Where `config` is empty it is taken from the bench's JSON file of
-    the shape (2x2.json), if that lies beside the table."""
+    the shape (2x2.json), if that lies next to the table."""
     reader = csv.DictReader(_lines(file))
     absent = [name for name in NEEDED if name not in (reader.fieldnames or [])]
     if absent:

@@ -56,7 +56,7 @@ class StudySpeeds:
 
     @property
     def machine(self) -> str:
-        return "; ".join(dict.fromkeys(m.machine for m in self.measured if m.machine)) or "not said"
+        return "; ".join(dict.fromkeys(m.machine for m in self.measured if m.machine)) or "unknown"
 
 
 def study_speeds(root: Path, result: StudyResult) -> StudySpeeds | None:

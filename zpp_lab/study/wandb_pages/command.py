@@ -177,9 +177,9 @@ def dashboard(
     root = Path(target)
     if root.is_dir():
         study, tracking = _study_of(root), tracking_of(root)
-        out, (verdicts, told) = out or root / FILE, _judged(root)
+        out, (verdicts, found) = out or root / FILE, _judged(root)
     else:
-        study, tracking, verdicts, told = _planned(root, target), {}, "", []
+        study, tracking, verdicts, found = _planned(root, target), {}, "", []
         out = out or Path(f"{study.name}-{FILE}")
     check_own("--out", out, '"not_job_type"')
     spec = make_spec(
@@ -187,7 +187,7 @@ def dashboard(
         project=project or study_project(root),
         entity=entity or tracking.get("entity"),
         verdicts=verdicts,
-        told=told,
+        chosen=found,
     )
     write_spec(out, spec)
     mode, why = resolve("auto")

@@ -38,7 +38,7 @@ def can_publish(root: Path) -> bool:
 
 
 def start(root: Path) -> SinkHandle:
-    """Send the report beside whatever comes next, in the mode of the study's runs.
+    """Send the report in the background, in the mode of the study's runs.
 
     Waits no longer than `tracking.wait_seconds`. A fault is one line on stderr: the report
     itself is on the disk.
@@ -71,10 +71,10 @@ def publish(root: Path, mode: Mode) -> str | None:
         return _send(root, study.name, mode)
     except Exception as error:  # whatever happens in wandb, the report can be sent again
         traceback.print_exc()
-        said = f"{type(error).__name__}: {error}"
-        write_state(root / STATE, state="failed", error=said)
+        text = f"{type(error).__name__}: {error}"
+        write_state(root / STATE, state="failed", error=text)
         forget()
-        raise RuntimeError(f"{root}: the report was not sent to wandb: {said}") from None
+        raise RuntimeError(f"{root}: the report was not sent to wandb: {text}") from None
 
 
 def tracking_of(root: Path) -> dict[str, Any]:

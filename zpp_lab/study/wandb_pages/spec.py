@@ -39,15 +39,15 @@ def make_spec(
     project: str,
     entity: str | None = None,
     verdicts: str = "",
-    told: Sequence[str] = (),
+    chosen: Sequence[str] = (),
 ) -> Spec:
     """Return the specification of a study's pages.
 
-    verdicts: the verdict table in Markdown as of now; "" before anything has run. told: the arms
+    verdicts: the verdict table in Markdown as of now; "" before anything has run. chosen: the arms
     that the report tells apart, where there are many; () before anything has run.
     """
     gaps, wires = gap_names(study), wires_of(study)
-    colors = {arm: look.color for arm, look in study_looks(study, told).items()}
+    colors = {arm: look.color for arm, look in study_looks(study, chosen).items()}
     rule = (
         f"Baseline {study.baseline}; margin ±{study.margin:.2%} of its held-out loss; "
         f"{study.confidence:.0%} confidence; {len(study.arms)} arms."
@@ -94,9 +94,9 @@ def gap_names(study: StudyConfig) -> list[str]:
 def wires_of(study: StudyConfig) -> tuple[Wire, ...]:
     """Return all that some arm may have: some wires only where an arm, or its recipe's file, has a
     setting that brings them."""
-    said = [*study.overrides, *(o for arm in study.arms for o in arm.overrides)]
-    files = [as_written(o.removeprefix("recipe=")) for o in said if o.startswith("recipe=")]
-    settings = {f"{key}={value}" for file in files for key, value in file.items()} | {*said}
+    lines = [*study.overrides, *(o for arm in study.arms for o in arm.overrides)]
+    files = [as_written(o.removeprefix("recipe=")) for o in lines if o.startswith("recipe=")]
+    settings = {f"{key}={value}" for file in files for key, value in file.items()} | {*lines}
     return tuple(w for w, s in WIRES.items() if not s.needs or settings & {*s.brought_by})
 
 
@@ -143,8 +143,8 @@ def _gaps(names: list[str]) -> list[Panel]:
 def _other_axes(gaps: list[str]) -> list[Panel]:
     """Losses over tokens, as step sizes differ, and over training's seconds; gaps over tokens."""
     losses = [
-        _line(f"Held-out loss over {said}", ["heldout_loss"], axis)
-        for axis, said in (("tokens", "tokens"), ("seconds", "seconds of training"))
+        _line(f"Held-out loss over {found}", ["heldout_loss"], axis)
+        for axis, found in (("tokens", "tokens"), ("seconds", "seconds of training"))
     ]
     return losses + [
         _line(

@@ -38,13 +38,13 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured. widths: dim, ffn, heads, tokens of a block. shipments: bytes that a
+    """How much is measured. widths: dim, ffn, heads, tokens of a block. transfer_sizes: bytes a
     rank receives. numel: elements that a codec kernel takes. layers and width: of the model
     that shows the host's time."""
 
     widths: tuple[tuple[int, int, int, int], ...]
     compiled: tuple[tuple[int, int, int, int], ...]
-    shipments: tuple[int, ...]
+    transfer_sizes: tuple[int, ...]
     numel: int
     copied: int
     layers: int
@@ -61,7 +61,7 @@ LARGE = Sizes(
         (6656, 17920, 52, 4096),
     ),
     compiled=((2048, 5504, 16, 2048), (5120, 13824, 40, 4096)),
-    shipments=tuple(n * MIB for n in (1, 4, 16, 64, 256, 512)),
+    transfer_sizes=tuple(n * MIB for n in (1, 4, 16, 64, 256, 512)),
     numel=128 * MIB,
     copied=512 * MIB,
     layers=16,
@@ -71,7 +71,7 @@ LARGE = Sizes(
 TINY = Sizes(
     widths=((32, 64, 2, 16), (64, 128, 2, 32)),
     compiled=(),
-    shipments=(4096, 65536),
+    transfer_sizes=(4096, 65536),
     numel=4096,
     copied=MIB,
     layers=2,
@@ -172,7 +172,7 @@ def _machine(
     _say("host")
     started = host(sizes.layers, sizes.width, sizes.normed, modes, device)
     _say("links inside nodes")
-    inside = links.inside(sizes.shipments)
+    inside = links.inside(sizes.transfer_sizes)
     _say("codecs")
     kernels = codecs(args.bits, sizes.numel, device)
     _say("memory and links between nodes")
@@ -201,7 +201,7 @@ def _between(args: argparse.Namespace, links: Links, sizes: Sizes) -> tuple[Betw
     if args.link_gbps:
         gbps = args.link_gbps
         source = f"measured over links of {gbps:g} Gbit/s a node"
-        return links.between(sizes.shipments, gbps), source
+        return links.between(sizes.transfer_sizes, gbps), source
     if args.efficiency is None and args.latency_us is None:
         return Between(0.0, 1.0), "not measured: the nominal speed without latency, a lower bound"
     given = Between((args.latency_us or 0.0) * 1e-6, args.efficiency or 1.0)

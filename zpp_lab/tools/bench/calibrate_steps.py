@@ -54,15 +54,15 @@ class Links:
         self.bench = Timing(cluster, device, "auto", CALLS, WARMUP)
         self.cluster, self.device = cluster, device
 
-    def inside(self, shipments: Sequence[int]) -> Inside:
+    def inside(self, transfer_sizes: Sequence[int]) -> Inside:
         """Measure the links inside a node, by bytes that a rank receives from its node."""
         link: Link = "local" if self.cluster.nodes > 1 else "world"
         local = self.cluster.gpus_per_node
-        gather, reduce = (self._curve(kind, link, local, shipments) for kind in KINDS)
-        return Inside(gather, reduce, self._share(link, max(shipments)))
+        gather, reduce = (self._curve(kind, link, local, transfer_sizes) for kind in KINDS)
+        return Inside(gather, reduce, self._share(link, max(transfer_sizes)))
 
     def _share(self, link: Link, nbytes: int) -> float:
-        """How much longer products take beside a gather, for each of its seconds."""
+        """How much longer products take during a gather, for each of its seconds."""
         if self.device.type != "cuda":
             return 0.0  # they take turns on the cores
         members = self.cluster.gpus_per_node
@@ -81,11 +81,11 @@ class Links:
             products()
             torch.cuda.current_stream().wait_stream(side)
 
-        alone, beside, moved = (self.bench.milliseconds(c) for c in (products, both, gather))
-        return min(1.0, max(0.0, (beside - alone) / min(moved, beside)))
+        alone, both_s, moved = (self.bench.milliseconds(c) for c in (products, both, gather))
+        return min(1.0, max(0.0, (both_s - alone) / min(moved, both_s)))
 
-    def between(self, shipments: Sequence[int], gbps: float) -> Between:
-        """Measure the links between nodes, from the smallest shipment and the largest, both by all
+    def between(self, transfer_sizes: Sequence[int], gbps: float) -> Between:
+        """Measure the links between nodes, from the smallest transfer and the largest, both by all
         ranks of a node at once. ValueError on one host, and where a link is faster than its
         name."""
         nodes, local = self.cluster.nodes, self.cluster.gpus_per_node
@@ -94,7 +94,7 @@ class Links:
                 f"--link-gbps {gbps:g} needs several hosts: start bench calibrate on them with "
                 "torchrun, or set --efficiency and --latency-us"
             )
-        sizes = sorted(shipments)[:: max(1, len(shipments) - 1)]
+        sizes = sorted(transfer_sizes)[:: max(1, len(transfer_sizes) - 1)]
         small, large = self._curve("gather", "across", nodes, sizes).points[-2:]
         rate = (large[0] - small[0]) * local * 8e-9 / max(large[1] - small[1], 1e-9)
         efficiency = rate / gbps
@@ -106,9 +106,9 @@ class Links:
         latency = max(0.0, small[1] - small[0] * local * 8e-9 / rate) / (nodes - 1)
         return Between(latency, efficiency)
 
-    def _curve(self, kind: str, link: Link, members: int, shipments: Sequence[int]) -> Curve:
+    def _curve(self, kind: str, link: Link, members: int, transfer_sizes: Sequence[int]) -> Curve:
         points = []
-        rows = [max(16, nbytes // (members - 1) // 16 * 16) for nbytes in shipments]
+        rows = [max(16, nbytes // (members - 1) // 16 * 16) for nbytes in transfer_sizes]
         self.bench.transport.reserve("gather", link, max(rows))
         self.bench.transport.reserve("exchange", link, members * max(rows))
         for row in rows:

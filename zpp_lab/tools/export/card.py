@@ -86,14 +86,14 @@ def instructions(dtype: str, computed_in: str, grids: int, built_in: bool) -> st
     kind = rounded_to(dtype, computed_in)
     of = {"kind": kind, "name": f"torch.{_NAMES[kind]}"}
     if not grids:
-        said = [_LOAD if kind == dtype else _LOAD_IN.format(**of)]
+        lines = [_LOAD if kind == dtype else _LOAD_IN.format(**of)]
     elif kind == dtype:
-        said = [_LOAD, _UNPACKED]
+        lines = [_LOAD, _UNPACKED]
     else:
-        said = [(_AT_ONCE if grids == 1 else _AFTERWARDS).format(**of), _SCALES.format(**of)]
-    said += [_MANY] if grids > 1 else []
-    said += [_ARITHMETIC.format(**of)] if built_in and kind != "fp32" else []
-    return "\n\n".join(said)
+        lines = [(_AT_ONCE if grids == 1 else _AFTERWARDS).format(**of), _SCALES.format(**of)]
+    lines += [_MANY] if grids > 1 else []
+    lines += [_ARITHMETIC.format(**of)] if built_in and kind != "fp32" else []
+    return "\n\n".join(lines)
 
 
 def rounded_to(dtype: str, computed_in: str) -> str:
@@ -165,12 +165,12 @@ class Card:
         )
         packed = len(self.packed) + len(self.requantized)
         decoded = f"stored as decoded, in {self.dtype}: {', '.join(self.decoded) or 'none'}"
-        recipe, kept = self.config.recipe, ""
+        recipe, updated = self.config.recipe, ""
         if self.codec is None and recipe.kept and not recipe.wire(UPDATE).raw:
-            kept = f" All others are those that nodes keep, as `{UPDATE}` brought them."
+            updated = f" All others are those that nodes keep, as `{UPDATE}` brought them."
         if not self.grids:
-            return f"Quantized weights {decoded}.{kept}"
-        return f"Packed weights: {packed} ({kinds}). Quantized weights {decoded}.{kept}"
+            return f"Quantized weights {decoded}.{updated}"
+        return f"Packed weights: {packed} ({kinds}). Quantized weights {decoded}.{updated}"
 
     def _changes(self) -> list[str]:
         found = []
@@ -208,8 +208,8 @@ def plain_text(config: Config, step: int, dtype: str, merged: bool) -> str:
     of = f"recipe `{config.recipe.name}`, seed {config.seed}, step {step}"
     added = " The adapters are added to the frozen base that they were trained on." * merged
     model = config.model
-    said = instructions(dtype, config.train.param_dtype, 0, model.name == "llama")
-    return f"# Trained weights\n\nThe master weights of {of}, in {dtype}.{added}\n\n{said}"
+    text = instructions(dtype, config.train.param_dtype, 0, model.name == "llama")
+    return f"# Trained weights\n\nThe master weights of {of}, in {dtype}.{added}\n\n{text}"
 
 
 def adapter_text(config: Config, step: int) -> str:
@@ -229,9 +229,9 @@ def write_readme(
     own = license or (base and _license(base)) or "unknown"
     facts = {"library_name": library, "license": own}
     facts |= {"base_model": _name(base)} if base else {}
-    said = f"{began} Licence: {own}." if own != "unknown" else f"{began} {_UNKNOWN}"
+    line = f"{began} Licence: {own}." if own != "unknown" else f"{began} {_UNKNOWN}"
     front = yaml.safe_dump(facts, sort_keys=False)
-    (folder / "README.md").write_text(f"---\n{front}---\n\n{text}\n\n{said}\n", encoding="utf-8")
+    (folder / "README.md").write_text(f"---\n{front}---\n\n{text}\n\n{line}\n", encoding="utf-8")
     for path in [p for p in base.glob("*") if p.is_file() and _TERMS.match(p.name)] if base else []:
         shutil.copy(path, folder / path.name)
 
@@ -261,8 +261,8 @@ def _license(base: Path) -> str | None:
     """What the base's own card says."""
     try:
         found = re.match(r"---\n(.*?)^---$", (base / "README.md").read_text("utf-8"), re.M | re.S)
-        said = yaml.safe_load(found[1]) if found else None
+        stored = yaml.safe_load(found[1]) if found else None
     except (OSError, ValueError, yaml.YAMLError):
         return None
-    own = said.get("license") if isinstance(said, dict) else None
+    own = stored.get("license") if isinstance(stored, dict) else None
     return own if isinstance(own, str) else None

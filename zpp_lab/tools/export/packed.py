@@ -168,15 +168,15 @@ def quantization_config(packed: dict[str, Grid], linears: Iterable[str]) -> dict
         for i, grid in enumerate(grids)
     }
     formats = {grid.format for grid in grids}
-    said = {
+    values = {
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": sorted(set(linears) - set(packed)),
     }
-    compressed_tensors().quantization.QuantizationConfig.model_validate(said)
-    return said
+    compressed_tensors().quantization.QuantizationConfig.model_validate(values)
+    return values
 
 
 def linear_weights(model: nn.Module) -> dict[str, str]:

@@ -146,8 +146,8 @@ class _Contents:
         if not self.grids:
             return self.target.config
         packed = {self.target.linears[n]: grid for n, grid in self.grids.items()}
-        said = quantization_config(packed, self.target.modules)
-        return {**self.target.config, "quantization_config": said}
+        found = quantization_config(packed, self.target.modules)
+        return {**self.target.config, "quantization_config": found}
 
     def card(self, dtype: str) -> Card:
         folder = {n: self.target.names[n] for n in self.ways}

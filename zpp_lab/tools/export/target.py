@@ -1,7 +1,7 @@
 """What a run's model is to transformers: config.json, names, the order of rows, the tokenizer.
 
 The built-in decoder becomes a LlamaForCausalLM; a model of transformers keeps its own names. The
-run's tokenizer is written beside the weights, as transformers reads it.
+run's tokenizer is written next to the weights, as transformers reads it.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def _write_bpe(found: Path, folder: Path) -> None:
     model = package("tokenizers", "data.tokenizer=bpe").Tokenizer.from_file(str(found))
     model.decoder = package("tokenizers", "data.tokenizer=bpe").decoders.ByteLevel()
     model.save(str(folder / TOKENIZER))
-    said = {
+    values = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(
-        json.dumps(said, indent=2) + "\n", encoding="utf-8"
+        json.dumps(values, indent=2) + "\n", encoding="utf-8"
     )
 
 
@@ -105,16 +105,16 @@ def _hf(config: Config, saved: SavedWeights) -> Target:
     model = build_model(config.model, 0, "meta")
     _same_names(saved, model)
     parameters = {n for n, _ in model.named_parameters(remove_duplicate=False)}
-    kept = {n: b for n, b in model.state_dict().items() if n not in parameters}
-    if kept:
+    chosen = {n: b for n, b in model.state_dict().items() if n not in parameters}
+    if chosen:
         start = model.start(config.seed)
-        found = {n: start.buffer(n) for n in kept}
-        kept = {n: b if found[n] is None else found[n] for n, b in kept.items()}
+        found = {n: start.buffer(n) for n in chosen}
+        chosen = {n: b if found[n] is None else found[n] for n, b in chosen.items()}
     return Target(
         _hf_config(model),
         {n: n for n in saved.shapes},
         lambda _, rows: rows,
-        kept,
+        chosen,
         linear_weights(model),
         [n for n, m in model.named_modules() if isinstance(m, nn.Linear)],
     )

@@ -98,13 +98,13 @@ class WireWeights:
             payload = self._encoded(name, codec, master, UPDATE)
             kernels.decode(self._layout(name, codec), payload, [out])
             return out
-        kept = self.saved.kept(name) if isinstance(self.saved, Saved) else None
-        if kept is None:
+        chosen = self.saved.kept(name) if isinstance(self.saved, Saved) else None
+        if chosen is None:
             raise ValueError(
                 f"the checkpoint of step {self.saved.step} has no node-replicated weights, which "
                 "differences need: use one saved without train.checkpoint_weights_only"
             )
-        return kept.to(device, self.dtype).contiguous()
+        return chosen.to(device, self.dtype).contiguous()
 
     def _update(self, name: str) -> Codec:
         """By which nodes get the weights that they keep; raw where they keep none."""

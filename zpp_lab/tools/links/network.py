@@ -242,9 +242,9 @@ class Tools:
         words = [*ENTER, str(os.getpid()), str(pid), *self._loaded(), tool, *command.words[1:]]
         done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
         if done.returncode:
-            said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-            needs = NET if "not permitted" in said else command.needs
-            raise EmulationError(f"`{' '.join(command.words)}` failed: {said}. It needs {needs}")
+            found = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+            needs = NET if "not permitted" in found else command.needs
+            raise EmulationError(f"`{' '.join(command.words)}` failed: {found}. It needs {needs}")
         return done.stdout
 
     def _loaded(self) -> list[str]:

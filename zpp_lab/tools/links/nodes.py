@@ -197,9 +197,9 @@ class EmulatedNodes(_Owner):
         )
         self.processes.append(holder)
         assert holder.stdout is not None
-        said = holder.stdout.readline().strip()
-        if said != READY:
-            raise EmulationError(NO_NAMESPACE.format(said or "the process that tried it has ended"))
+        text = holder.stdout.readline().strip()
+        if text != READY:
+            raise EmulationError(NO_NAMESPACE.format(text or "the process that tried it has ended"))
         return holder.pid
 
     def run(self, commands: Sequence[Command]) -> None:

@@ -104,9 +104,9 @@ class _Flow:
             pass
 
     def _receive(self) -> None:
-        room = bytearray(self.chunk)
+        buffer = bytearray(self.chunk)
         try:
-            while count := self.receiver.recv_into(room, 0, socket.MSG_WAITALL):
+            while count := self.receiver.recv_into(buffer, 0, socket.MSG_WAITALL):
                 self.arrived += count
         except OSError:
             pass

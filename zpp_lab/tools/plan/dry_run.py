@@ -140,8 +140,8 @@ def dry_run(
         if config is not None and (text := carried(config)):
             console.print(f"{arm.name}: {text}", soft_wrap=True, markup=False, highlight=False)
     for whose, header in headers:
-        said = f"Slurm's jobs of {', '.join(whose)}:\n{header}"
-        console.print(said, soft_wrap=True, markup=False, highlight=False)
+        line = f"Slurm's jobs of {', '.join(whose)}:\n{header}"
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
     console.print(_summary(study, found, launch.jobs, machine), soft_wrap=True)
     if study.max_seeds > len(study.seeds) and not (launch.arms or launch.seeds):
         console.print(f"Arms whose gap is undecided get more seeds, up to {study.max_seeds} each.")
@@ -169,28 +169,28 @@ def dry_sweep(sweep: Sweep, machine: Machine | None = None, console: Console | N
         + (f", as an example: {sweep.drawn} are drawn during the sweep." if sweep.drawn else "."),
         soft_wrap=True,
     )
-    said = " ".join(f"{key}={written(value)}" for key, value in shared.items())
-    said = f"All runs, apart from defaults: {said}"
-    console.print(said, soft_wrap=True, markup=False, highlight=False)
+    line = " ".join(f"{key}={written(value)}" for key, value in shared.items())
+    line = f"All runs, apart from defaults: {line}"
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
     for one, own in zip(forecast(runs, machine), flat, strict=True):
         config = one.run.config
         apart = " ".join(f"{key}={written(own.get(key))}" for key in varying)
         lines = [f"{one.run.dir}, {one.state}: {apart or 'the settings above'}"]
         lines += [f"carries {text}" for text in [carried(config)] if text]
-        lines.append(_told(config, one.foreseen, one.step_seconds, one.reason))
+        lines.append(_summary_line(config, one.foreseen, one.step_seconds, one.reason))
         console.print("\n  ".join(lines), soft_wrap=True, markup=False, highlight=False)
     for whose, header in headers:
-        said = f"Slurm's jobs of {', '.join(whose)}:\n{header}"
-        console.print(said, soft_wrap=True, markup=False, highlight=False)
+        line = f"Slurm's jobs of {', '.join(whose)}:\n{header}"
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def told(config: Config, machine: Machine | None = None) -> str:
+def summary_line(config: Config, machine: Machine | None = None) -> str:
     """Return bytes, memory and, of `machine`, seconds of one run, in a line."""
     (one,) = forecast([PlannedRun("", config.seed, Path(config.run.dir or "."), config)], machine)
-    return _told(config, one.foreseen, one.step_seconds, one.reason)
+    return _summary_line(config, one.foreseen, one.step_seconds, one.reason)
 
 
-def _told(config: Config, need: Foreseen, step_seconds: float | None, reason: str) -> str:
+def _summary_line(config: Config, need: Foreseen, step_seconds: float | None, reason: str) -> str:
     steps, sent = config.train.steps, need.step_bytes
     each = "unknown" if sent is None else amount(sent)
     whole = "" if sent is None else f", {amount(steps * sent)} in {_several(steps, 'step')}"

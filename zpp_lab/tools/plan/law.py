@@ -175,9 +175,9 @@ class Law:
 def load_law(path: Path | None = None) -> Law:
     """Read the published law, conf/law/reference.json, or another. ValueError if damaged."""
     path = path or conf_dir() / "law" / "reference.json"
-    told = parse_json(path, "run experiments/reference/law.py to write it again")
+    stored = parse_json(path, "run experiments/reference/law.py to write it again")
     try:
-        return load(Law, told)
+        return load(Law, stored)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; run experiments/reference/law.py to write it") from None
 

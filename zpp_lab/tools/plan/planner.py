@@ -384,7 +384,7 @@ def _show_verdict(outlook: Outlook, assumed: bool, console: Console) -> None:
 
 
 def _gap_line(gap: law.Prediction, recipe: RecipeConfig) -> str:
-    told = (
+    text = (
         f"From random weights held-out loss is expected {gap.gap:+.4f} nats a token from plain "
         f"ZeRO-3's ({law.CONFIDENCE:.0%}: {gap.low:+.4f} to {gap.high:+.4f}), by a scaling law "
         "fitted to zpp_lab's decoder on Python source (experiments/reference). On English prose "
@@ -392,13 +392,13 @@ def _gap_line(gap: law.Prediction, recipe: RecipeConfig) -> str:
     )
     hops = [recipe.wire(INTRA), recipe.wire(INTER)]
     if any((hop.bits or 8) <= 4 and not hop.hadamard for hop in hops):
-        told += (
+        text += (
             " After four times the tokens, of one text read four times, that of 4-bit gradients "
             "without a rotation was 3 times as large (recipe.grads.hadamard=64 rotates them)."
         )
     if not gap.beyond:
-        return told
-    return f"Outside the range of the following scaling law: {'; '.join(gap.beyond)}. {told}"
+        return text
+    return f"Outside the range of the following scaling law: {'; '.join(gap.beyond)}. {text}"
 
 
 def _advice_line(one: Advice, first: bool, host: int) -> str:

@@ -35,8 +35,8 @@ from zpp_lab.study.report.style import (
     POINTS,
     GapAxis,
     Style,
-    beside,
     chart,
+    concat_panels,
     finish,
     legend_pick,
     quantities,
@@ -104,7 +104,7 @@ def _figure(result: StudyResult, style: Style, panels: Sequence[_Panel]) -> Spec
         data |= _data(result, panel)
     drawn = [_draw(result, style, p, data, first=p is panels[0]) for p in panels]
     longest = max(len(row["look"]) for panel in panels for row in panel.rows)
-    return finish(beside(drawn, 2), data, side=70, legend=max(110, 45 + 7 * longest))
+    return finish(concat_panels(drawn, 2), data, side=70, legend=max(110, 45 + 7 * longest))
 
 
 def _gaps(result: StudyResult, panel: _Panel) -> GapAxis:
@@ -191,7 +191,7 @@ def main_effects_figure(
         order = [level_text(level, effect.factor) for level in every]
         panels.append(_main_panel(i, short[effect.factor], order, gaps))
         data |= {f"means{i}": rows[i], f"arms{i}": arms[i]}
-    return finish(beside(panels, 3), data, side=70)
+    return finish(concat_panels(panels, 3), data, side=70)
 
 
 def interactions_figure(
@@ -206,7 +206,7 @@ def interactions_figure(
         panels.append(_grid_panel(i, one, gaps, short))
         data |= {f"grid{i}": rows[i]}
     apart = {"scale": {"color": "independent", "shape": "independent"}}
-    return finish(beside(panels, 3, resolve=apart), data, side=70)
+    return finish(concat_panels(panels, 3, resolve=apart), data, side=70)
 
 
 def _main_panel(number: int, factor: str, order: Sequence[str], gaps: GapAxis) -> Any:

@@ -58,14 +58,14 @@ class StudyCurves:
     noise: Mapping[str, Sequence[Row]] = field(default_factory=dict)
 
 
-def study_curves(result: StudyResult, told: Collection[str] | None = None) -> StudyCurves:
+def study_curves(result: StudyResult, detailed: Collection[str] | None = None) -> StudyCurves:
     """Read every run's metrics once and average over seeds.
 
-    told: the arms whose telemetry has steps; the others' is one mean row each (step 0), for
+    detailed: the arms whose telemetry has steps; the others' is one mean row each (step 0), for
     tables. None: all. At most two arms' runs are in memory at a time.
     """
     points = points_each(len(result.arms))
-    told = {arm.name for arm in result.arms} if told is None else told
+    detailed = {arm.name for arm in result.arms} if detailed is None else detailed
     loss: list[Row] = []
     gap: list[Row] = []
     steps: list[Row] = []
@@ -82,7 +82,7 @@ def study_curves(result: StudyResult, told: Collection[str] | None = None) -> St
             curves = base if arm.name == name else _read(arm)
             for series in SERIES:
                 loss += _band(arm.name, series, [c.of(series) for c in curves.values()], points)
-            telemetry += _telemetry_rows(arm.name, list(curves.values()), arm.name in told)
+            telemetry += _telemetry_rows(arm.name, list(curves.values()), arm.name in detailed)
             if arm.verdict != "baseline":
                 paired = {seed: curves[seed] for seed in arm.gaps} or curves  # as in the verdict
                 gap += _gap_rows(arm.name, paired, means, result.study.confidence, points)
@@ -91,12 +91,12 @@ def study_curves(result: StudyResult, told: Collection[str] | None = None) -> St
                 if arm.arm.role == "order_control":
                     strayed["training"] += gaps
                     strayed["held-out"] += gaps_by_step(paired, means, "held-out")
-    most = max(2, _TELEMETRY_ROWS // max(1, _groups(telemetry, told)))
+    most = max(2, _TELEMETRY_ROWS // max(1, _groups(telemetry, detailed)))
     noise = {
         "training": training_band(strayed["training"], {row["step"] for row in steps}),
         "held-out": heldout_band(strayed["held-out"], {row["step"] for row in gap}),
     }
-    thinned = _thin_telemetry(telemetry, told, min(50, most))
+    thinned = _thin_telemetry(telemetry, detailed, min(50, most))
     return StudyCurves(loss, gap, thinned, steps, noise)
 
 
@@ -212,13 +212,13 @@ def _gap_rows(
     return rows
 
 
-def _telemetry_rows(arm: str, curves: Sequence[RunCurves], told: bool) -> list[Row]:
+def _telemetry_rows(arm: str, curves: Sequence[RunCurves], detailed: bool) -> list[Row]:
     """One row a wire, class and step (step 0: the mean over all steps, for every arm)."""
     values: dict[tuple[str, str, int], dict[str, list[float]]] = {}
     for run in curves:
         for (wire, param_class, measure), points in run.telemetry.items():
             for step, value in points.items():
-                for at in (0, step) if told else (0,):
+                for at in (0, step) if detailed else (0,):
                     cell = values.setdefault((wire, param_class, at), {})
                     cell.setdefault(measure, []).append(value)
     return [
@@ -228,13 +228,13 @@ def _telemetry_rows(arm: str, curves: Sequence[RunCurves], told: bool) -> list[R
     ]
 
 
-def _groups(rows: Sequence[Row], told: Collection[str]) -> int:
-    return len({(r["arm"], r["wire"], r["param_class"]) for r in rows if r["arm"] in told})
+def _groups(rows: Sequence[Row], detailed: Collection[str]) -> int:
+    return len({(r["arm"], r["wire"], r["param_class"]) for r in rows if r["arm"] in detailed})
 
 
-def _thin_telemetry(rows: Sequence[Row], told: Collection[str], steps: int) -> list[Row]:
+def _thin_telemetry(rows: Sequence[Row], detailed: Collection[str], steps: int) -> list[Row]:
     by_arm: dict[str, set[int]] = {}
     for row in rows:
         by_arm.setdefault(row["arm"], set()).add(row["step"])
-    kept = {arm: {0, *thin(found - {0}, steps)} for arm, found in by_arm.items()}
-    return [row for row in rows if row["step"] in kept[row["arm"]]]
+    chosen = {arm: {0, *thin(found - {0}, steps)} for arm, found in by_arm.items()}
+    return [row for row in rows if row["step"] in chosen[row["arm"]]]

@@ -45,7 +45,7 @@ from zpp_lab.study.report.figures.training import (
     telemetry_figure,
 )
 from zpp_lab.study.report.sections import Figure
-from zpp_lab.study.report.style import OTHERS, TOLD, Style, study_looks
+from zpp_lab.study.report.style import MOST_LOOKS, OTHERS, Style, study_looks
 from zpp_lab.study.report.table import SENT, sent_column
 from zpp_lab.study.words import margin_nats
 
@@ -167,7 +167,7 @@ def _missing(name: str, result: StudyResult) -> str:
 
 
 def _grey(name: str, result: StudyResult) -> str:
-    if len(result.arms) <= TOLD or name not in _COLORED:
+    if len(result.arms) <= MOST_LOOKS or name not in _COLORED:
         return ""
     front = "" if one_seed(result) else "the arms on the Pareto front and "
     return f" Grey ({OTHERS}): too many for a colour each; {front}the controls have one."
@@ -219,18 +219,18 @@ def make_figures(
 
 def left_out(result: StudyResult, curves: StudyCurves) -> list[str]:
     """Return sentences on figures that would show nothing, and why."""
-    said = []
+    lines = []
     if one_seed(result) and cells_of(result):
-        said.append(
+        lines.append(
             "Main effects and interactions of factors are left out: with one seed they have no "
             "interval and may be noise."
         )
     if any(row["step"] > 0 for row in curves.telemetry) and not _telemetry_steps(curves):
-        said.append(
+        lines.append(
             f"Codec errors over training are left out: fewer than {_FEWEST} steps have telemetry "
             "(tracking.telemetry_every); the table has their means."
         )
-    return said
+    return lines
 
 
 def _telemetry_steps(curves: StudyCurves) -> list[Row]:

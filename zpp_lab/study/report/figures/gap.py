@@ -13,10 +13,19 @@ import altair as alt
 
 from zpp_lab.study.judge import claims
 from zpp_lab.study.judge.answer import cost
-from zpp_lab.study.judge.noise import Beside, beside, noise_bands, one_seed
+from zpp_lab.study.judge.noise import BandGap, band_gap, noise_bands, one_seed
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 from zpp_lab.study.report.figures.curves import Row
-from zpp_lab.study.report.style import BAND, GREY, TOLD, GapAxis, Style, chart, finish, quantities
+from zpp_lab.study.report.style import (
+    BAND,
+    GREY,
+    MOST_LOOKS,
+    GapAxis,
+    Style,
+    chart,
+    finish,
+    quantities,
+)
 from zpp_lab.study.words import gap_text, percent
 
 T = TypeVar("T")
@@ -33,14 +42,14 @@ _SHARES = {
 }
 PANEL = (355, 340)  # pixels of a panel of the cost figures
 _WIDTH, _PHONE = 600, 335  # pixels of the gap figure's panel, and of all of it on a phone
-_COLUMNS = {"gap": 12, "sent": 132, "label": 200}  # pixels from the rows to the words beside them
+_COLUMNS = {"gap": 12, "sent": 132, "label": 200}  # pixels from the rows to the words next to them
 _HEADS = {"gap": "Gap ± interval", "sent": "Bytes", "label": "Verdict"}
 _NARROW = 0.7  # of the panel: so far a narrow page shrinks it, and its ticks must still fit
 _ROWS, _PHONE_ROWS = 500, 440  # pixels of all of its rows, so that it lies within a first screen
 _ROW, _SEEDS = (14, 32), 24  # pixels of a row, least and most; from where on seeds have room in it
 _PHONE_ROW = (11, 34)
 _NAME = 260  # pixels of an arm's name, at most
-_SHORT = {  # verdicts beside the rows on a phone
+_SHORT = {  # verdicts next to the rows on a phone
     claims.ABOVE_OPEN: "above 0, open",
     claims.BELOW_OPEN: "below 0, open",
 }
@@ -54,14 +63,14 @@ def front(points: Sequence[tuple[float, float, T]]) -> list[T]:
     are alike in both, all stay. Points without a number (NaN) are on no front.
     """
     known = sorted((p for p in points if p[0] == p[0] and p[1] == p[1]), key=lambda p: p[:2])
-    kept: list[T] = []
+    chosen: list[T] = []
     best = float("inf")
     at = float("nan")
     for price, gap, what in known:
         if gap < best or (gap == best and price == at):
-            kept.append(what)
+            chosen.append(what)
             best, at = gap, price
-    return kept
+    return chosen
 
 
 def margin_rows(margin: float) -> list[Row]:
@@ -72,7 +81,7 @@ def gap_rows(result: StudyResult) -> list[Row]:
     """Return one row for each arm, but baselines, that has a gap."""
     arms = [arm for arm in result.every if arm.verdict != "baseline"]
     bands = lone_bands(result)
-    return [_gap_row(arm, beside(result, arm, bands)) for arm in arms if arm.gap is not None]
+    return [_gap_row(arm, band_gap(result, arm, bands)) for arm in arms if arm.gap is not None]
 
 
 def lone_bands(result: StudyResult) -> dict[str, float]:
@@ -80,7 +89,7 @@ def lone_bands(result: StudyResult) -> dict[str, float]:
     return noise_bands(result) if one_seed(result) else {}
 
 
-def _gap_row(arm: ArmResult, at: Beside | None) -> Row:
+def _gap_row(arm: ArmResult, at: BandGap | None) -> Row:
     assert arm.gap is not None
     low, high = arm.gap.shown or (arm.gap.mean, arm.gap.mean)
     margin = arm.margin or 0.0
@@ -108,7 +117,7 @@ def _on_phone(verdict: str, arm: ArmResult) -> str:
     return verdict if sent is None else f"{verdict} · {percent(sent)}"
 
 
-def _placed(arm: ArmResult, at: Beside) -> str:
+def _placed(arm: ArmResult, at: BandGap) -> str:
     """Where a lone seed's gap lies, in the words of the tables."""
     if arm.arm.role == "order_control":
         return "sets the noise band"
@@ -154,12 +163,12 @@ def telling_arms(result: StudyResult) -> list[str]:
     the study's order.
     """
     names = [result.study.baseline]
-    if len(result.arms) > TOLD:
+    if len(result.arms) > MOST_LOOKS:
         key = "bytes_total" if result.baseline.bytes_inter is None else "bytes_inter"
         fronts = [row["arm"] for row in front_rows(result, cost_rows(result), key)]
-        names += [*_spread(fronts, TOLD - 3), *(control.arm for control in result.controls)]
+        names += [*_spread(fronts, MOST_LOOKS - 3), *(control.arm for control in result.controls)]
     names += [arm.name for arm in result.arms]
-    return list(dict.fromkeys(names))[:TOLD]
+    return list(dict.fromkeys(names))[:MOST_LOOKS]
 
 
 def seed_rows(result: StudyResult) -> list[Row]:
@@ -210,8 +219,8 @@ def gap_figure(result: StudyResult, style: Style) -> Spec:
     marks = {"seeds": _colored(seed_rows(result), rows)} if seeds else {}
     data = {"arms": rows, "margin": margin_rows(result.margin), **marks}
     longest = min(_NAME, 7 * max(len(row["arm"]) for row in rows))
-    beside = _COLUMNS["label"] + 4 + 6 * max(len(row["label"]) for row in rows)
-    spec = finish(made, data, side=30 + longest, legend=beside)
+    right = _COLUMNS["label"] + 4 + 6 * max(len(row["label"]) for row in rows)
+    spec = finish(made, data, side=30 + longest, legend=right)
     font = 11 if on_phone > 13 else 9
     names, words = (
         round(16 + 0.57 * font * max(len(row[key]) for row in rows)) for key in ("arm", "short")
@@ -257,7 +266,7 @@ def _noise(rows: Sequence[Row], y: alt.Y, x: Mapping[str, Any]) -> list[Any]:
 def _marks(
     rows: Sequence[Row], style: Style, y: alt.Y, x: Mapping[str, Any], seeds: bool
 ) -> list[Any]:
-    """Intervals, single seeds, means and the words beside them."""
+    """Intervals, single seeds, means and the words next to them."""
     verdicts = [row["verdict"] for row in rows]
     color = style.verdict(verdicts)
     base = chart("arms").encode(y=y, color=color, tooltip=gap_tooltip())

@@ -52,8 +52,8 @@ def loss_figure(rows: Sequence[Row], style: Style) -> Spec:
 def _losses(rows: Sequence[Row], top: float) -> alt.Scale:
     """All that the rows reach, but nothing above `top`, where the baseline starts."""
     bottom, top = min(row["low"] for row in rows), min(top, max(row["high"] for row in rows))
-    room = 0.04 * (top - bottom) or 0.1
-    return alt.Scale(domain=[bottom - room, top + room], nice=False)
+    free = 0.04 * (top - bottom) or 0.1
+    return alt.Scale(domain=[bottom - free, top + free], nice=False)
 
 
 def gap_figure_over_steps(

@@ -58,7 +58,7 @@ _CSV = (
 )
 _BREAKS = (*_PLACE, "arm", "from_gbps", "to_gbps", "break_even_gbps", "faster")
 _Peers = dict[tuple[Setting, str], float]
-_Said = dict[tuple[Setting, str, float | None], float]
+_Speeds = dict[tuple[Setting, str, float | None], float]
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,12 @@ def opening(measured: Sequence[Measured]) -> Terms:
         if m.setting.seq_len
     )
     pairs = [
-        ("Machine", "; ".join(machines) or "not said in the table"),
-        ("Models", ", ".join(dict.fromkeys(m.setting.model for m in measured)) or "not said"),
-        ("Batch of a GPU", "; ".join(batches) or "not said in the table"),
+        ("Machine", "; ".join(machines) or "not in the table"),
+        (
+            "Models",
+            ", ".join(dict.fromkeys(m.setting.model for m in measured)) or "unknown",
+        ),
+        ("Batch of a GPU", "; ".join(batches) or "not in the table"),
         (
             "Compared with",
             "the strongest plain arm of the same call (FSDP2 with its defaults, resharded to the "
@@ -126,7 +129,7 @@ def opening(measured: Sequence[Measured]) -> Terms:
 
 def speed_table(found: SpeedFindings) -> Table:
     """Return one row a measurement."""
-    ups, said = _by_point(found), _predictions(found.predicted)
+    ups, shown = _by_point(found), _predictions(found.predicted)
     peers = _peers(found.measured)
     columns = ["Tokens/s", "Speed-up", "Of single steps"]
     paired = any(one.twin for one in found.ups)
@@ -134,7 +137,7 @@ def speed_table(found: SpeedFindings) -> Table:
     columns += [*(["Over DeepSpeed"] if peers else []), "Floor (s)", "Of the floor"]
     waited = any(m.waiting_s is not None for m in found.measured)
     columns += ["Step (s)", *(["Host waits (s)"] if waited else []), "Peak (GiB)"]
-    columns += ["Predicted tokens/s", "Off by"] if said else []
+    columns += ["Predicted tokens/s", "Off by"] if shown else []
     rows = []
     for m in found.measured:
         cells = [m.arm, found.names[m.setting], m.place, f"{m.tokens_per_s:,.0f}"]
@@ -144,7 +147,7 @@ def speed_table(found: SpeedFindings) -> Table:
         cells += [number(m.floor_s, ".4g"), percent(m.share_of_floor)]
         cells += [number(m.step_s, ".4g"), *([number(m.waiting_s, ".3g")] if waited else [])]
         cells += [number(m.peak_gib, ".2f")]
-        cells += _said_cells(_said(said, m), m) if said else []
+        cells += _predicted_cells(_predicted(shown, m), m) if shown else []
         rows.append(Row(cells, m.arm))
     every = [*words("Arm", "Measured", "Link"), *numbers(*columns)]
     return Table("speeds", "Every measured speed", every, rows)
@@ -181,44 +184,44 @@ def headlines(found: SpeedFindings) -> list[str]:
 
 def notes(found: SpeedFindings) -> list[str]:
     """Return what the figures could not use, and what a column means that not all tables have."""
-    told = [
+    lines = [
         f"{found.names[setting]}: plain FSDP2 was not measured, so nothing is known of speed-ups; "
         f"add the arm {BASE}."
         for setting in found.alone
     ]
     bare = {m.link for m in found.measured if m.setting.nodes > 1 and m.gbps is None}
     if bare:
-        told.append(
+        lines.append(
             "Links without a limit whose own speed was not measured have no place on the axis of "
             "bandwidths and no part in the break-even."
         )
     if any(m.waiting_s is not None for m in found.measured):
-        told.append(
+        lines.append(
             "Host waits: how much of a step the host, with everything asked for, waited for the "
             "device; near 0 the host was what bounded the step."
         )
-    return [*told, *_unpaired(found), *_calls(found), *_shared(found), *found.faults]
+    return [*lines, *_unpaired(found), *_calls(found), *_shared(found), *found.faults]
 
 
 def _unpaired(found: SpeedFindings) -> list[str]:
     """Arms without a twin, and calls without HSDP: what their speed-ups do not tell."""
-    told = [
+    lines = [
         f"{found.names[setting]}: timed without a raw twin: {', '.join(arms)}. What their bits "
-        "bring cannot be told from what their partition brings."
+        "bring cannot be distinguished from what their partition brings."
         for setting, arms in without_twin(found.measured).items()
     ]
     alone = [found.names[setting] for setting in without_hsdp(found.measured)]
     if alone:
-        told.append(
+        lines.append(
             f"{'; '.join(alone)}: HSDP was not timed in every call, so a stronger plain arm may be "
             "missing there."
         )
-    return told
+    return lines
 
 
 def _calls(found: SpeedFindings) -> list[str]:
     """Which settings were measured in several calls, so perhaps on several machines."""
-    told = []
+    lines = []
     for setting, name in found.names.items():
         arms: dict[str, list[str]] = {}
         for m in found.measured:
@@ -226,11 +229,11 @@ def _calls(found: SpeedFindings) -> list[str]:
                 arms[m.commit].append(m.arm)
         if len(arms) > 1:
             each = "; ".join(f"{commit[:7]} {', '.join(own)}" for commit, own in arms.items())
-            told.append(
+            lines.append(
                 f"{name}: measured at several commits, so in several calls, whose machines may "
                 f"differ ({each})."
             )
-    return told
+    return lines
 
 
 def _shared(found: SpeedFindings) -> list[str]:
@@ -256,7 +259,7 @@ def speed_method() -> list[str]:
         "Twin: the same sharding, secondary partition, hops and units, and no codec. A speed-up is "
         "what bits bring (over twin) times what the partition brings (twin over plain).",
         "Break-even: where the speed-up crosses 1. Between two measured links the logarithm of the "
-        "speed-up is taken as linear in that of the bandwidth; beyond them nothing is said. "
+        "speed-up is taken as linear in that of the bandwidth; beyond them nothing is predicted. "
         "It goes by the medians: near 1 the spread of the steps tells how far it can be trusted.",
         "Floor: the larger one of two times, that of the link for the bytes of a step and that of "
         "a step without communication. A share of it is the floor over the step.",
@@ -265,7 +268,7 @@ def speed_method() -> list[str]:
 
 def speed_csv(found: SpeedFindings) -> str:
     """Write speedup.csv: a line a measurement."""
-    ups, said = _by_point(found), _predictions(found.predicted)
+    ups, shown = _by_point(found), _predictions(found.predicted)
     peers, lines = _peers(found.measured), []
     for m in found.measured:
         s, up = m.setting, ups.get(id(m))
@@ -273,7 +276,7 @@ def speed_csv(found: SpeedFindings) -> str:
         line += [m.arm, m.engine, m.recipe, _text(m.tokens_per_s)]
         line += [_text(v) for v in ((up.value, up.low, up.high) if up else (None, None, None))]
         line += [_text(m.floor_s), _text(m.share_of_floor), _text(_over(m, peers))]
-        line.append(_text(_said(said, m)))
+        line.append(_text(_predicted(shown, m)))
         line += [up.base.arm, m.twin, _text(up.bits), _text(up.partition)] if up else [""] * 4
         lines.append(line)
     return _csv(_CSV, lines)
@@ -350,20 +353,20 @@ def _over_text(m: Measured, peers: _Peers) -> str:
     return NOTHING if over is None else f"{over:.2f}×"
 
 
-def _predictions(predicted: Sequence[Predicted]) -> _Said:
+def _predictions(predicted: Sequence[Predicted]) -> _Speeds:
     return {(p.setting, p.arm, p.gbps): p.tokens_per_s for p in predicted}
 
 
-def _said(said: _Said, m: Measured) -> float | None:
+def _predicted(speeds: _Speeds, m: Measured) -> float | None:
     if m.gbps is None and m.setting.nodes > 1:
         return None
-    return said.get((m.setting, m.arm, m.gbps))
+    return speeds.get((m.setting, m.arm, m.gbps))
 
 
-def _said_cells(said: float | None, m: Measured) -> list[str]:
-    if said is None:
+def _predicted_cells(speed: float | None, m: Measured) -> list[str]:
+    if speed is None:
         return [NOTHING, NOTHING]
-    return [f"{said:,.0f}", f"{said / m.tokens_per_s - 1:+.1%}".replace("-", "−")]
+    return [f"{speed:,.0f}", f"{speed / m.tokens_per_s - 1:+.1%}".replace("-", "−")]
 
 
 def _range(low: float, high: float) -> str:

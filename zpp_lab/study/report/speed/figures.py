@@ -127,8 +127,8 @@ def _row(m: Measured, up: SpeedUp | None) -> Row:
 
 
 def _having(rows: Mapping[Setting, Sequence[Row]], name: str) -> dict[Setting, list[Row]]:
-    kept = {s: [row for row in group if row[name] is not None] for s, group in rows.items()}
-    return {s: group for s, group in kept.items() if len({row["arm"] for row in group}) > 1}
+    chosen = {s: [row for row in group if row[name] is not None] for s, group in rows.items()}
+    return {s: group for s, group in chosen.items() if len({row["arm"] for row in group}) > 1}
 
 
 def _speedup(

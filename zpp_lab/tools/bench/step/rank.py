@@ -125,7 +125,7 @@ class Rank:
             return random_batch(config, number, rank, micro)
 
         sent = self.made[arm].step(number, batch)
-        if self.device.type == "cuda":  # not other streams: new weights travel beside the next step
+        if self.device.type == "cuda":  # not other streams: new weights travel during the next step
             torch.cuda.current_stream(self.device).synchronize()
         return sent
 
@@ -152,10 +152,10 @@ def _enough_gpus(config: Config) -> None:
 
 def main(settings: str, answers: str) -> None:
     """Serve one rank. settings: YAML of the arms' makers and configs; answers: a descriptor."""
-    said = os.fdopen(int(answers), "w", buffering=1)
+    found = os.fdopen(int(answers), "w", buffering=1)
 
     def answer(value: Answer) -> None:
-        said.write(json.dumps(value) + "\n")
+        found.write(json.dumps(value) + "\n")
 
     try:
         arms = yaml.safe_load(Path(settings).read_text())

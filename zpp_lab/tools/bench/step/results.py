@@ -141,7 +141,7 @@ def wires_text(wires: dict[str, list[int]] | None) -> str:
 
 
 def write_rows(folder: Path, rows: Sequence[Row]) -> None:
-    """Put the rows into results.csv, beside those of other cells."""
+    """Put the rows into results.csv, next to those of other cells."""
     put_rows(folder, [{name: _text(value) for name, value in asdict(row).items()} for row in rows])
 
 

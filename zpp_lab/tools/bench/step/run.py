@@ -344,8 +344,8 @@ class StepBench:
             return
         machine = self.machine
         # a call with a tag adds arms; what they share was measured before, with the first ones
-        kept = [row for row in rows if row.arm not in FLOORS or not self.compute_known]
-        write_rows(self.folder, kept)
+        chosen = [row for row in rows if row.arm not in FLOORS or not self.compute_known]
+        write_rows(self.folder, chosen)
         facts = {"machine": machine, "commit": commit(), "versions": versions(), **self.facts}
         details = {
             **facts,

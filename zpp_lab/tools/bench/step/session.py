@@ -42,8 +42,8 @@ class Session:
         self.ranks: list[_Rank] = []
         folder.mkdir(parents=True, exist_ok=True)
         settings = folder / "arms.yaml"
-        told = [{"maker": arm.maker, "config": asdict(arm.config)} for arm in arms]
-        settings.write_text(yaml.safe_dump(told, sort_keys=False))
+        lines = [{"maker": arm.maker, "config": asdict(arm.config)} for arm in arms]
+        settings.write_text(yaml.safe_dump(lines, sort_keys=False))
         port, cluster = free_port(), placement.cluster
         try:
             for rank in range(cluster.world):
@@ -137,7 +137,7 @@ class _Rank:
 
     def last_words(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()
-        return f"{lines[-1] if lines else 'it said nothing'} ({self.log})"
+        return f"{lines[-1] if lines else 'no output'} ({self.log})"
 
     def end(self, patience: float) -> None:
         try:

@@ -108,7 +108,7 @@ class Host:
 @checked(frozen=True, config=_STRICT)
 class Inside:
     """The links inside a node: seconds by bytes that one rank receives. gpu_share: of a transfer's
-    seconds, those that the model loses beside it."""
+    seconds, those that the model loses meanwhile."""
 
     gather: Curve
     reduce: Curve
@@ -223,9 +223,9 @@ def load_machine(name: str) -> Machine:
             f"machine {name!r}: file not found; use one that `zpp-lab bench calibrate` wrote, or "
             f"a shipped name: {ready}"
         )
-    told = parse_json(path, "use another file, or write it again with `zpp-lab bench calibrate`")
+    stored = parse_json(path, "use another file, or write it again with `zpp-lab bench calibrate`")
     try:
-        return load(Machine, told)
+        return load(Machine, stored)
     except ValueError as error:
-        told = str(error).replace("\n", "; ")
-        raise ValueError(f"{path}: {told}; use one that `zpp-lab bench calibrate` wrote") from None
+        text = str(error).replace("\n", "; ")
+        raise ValueError(f"{path}: {text}; use one that `zpp-lab bench calibrate` wrote") from None

@@ -1,6 +1,6 @@
 """`zpp-lab plan --machine`: predicted seconds of a step at several speeds of the links.
 
-`predictions` says the same of arms that were measured, for the curves beside their points.
+`predictions` says the same of arms that were measured, for the curves next to their points.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Task:
     which name its seconds are added up."""
 
     kind: str
-    lane: str
+    stream: str
     uses: str | None
     seconds: float
     after: tuple[int, ...]
@@ -52,7 +52,7 @@ class Timeline:
     def add(
         self,
         kind: str,
-        lane: str,
+        stream: str,
         uses: str | None,
         seconds: float,
         after: Iterable[int | None] = (),
@@ -63,37 +63,37 @@ class Timeline:
             "a task waits for a later one"
         )
         assert seconds >= 0, f"{kind} takes {seconds} s"
-        self.tasks.append(Task(kind, lane, uses, seconds, waits))
+        self.tasks.append(Task(kind, stream, uses, seconds, waits))
         return len(self.tasks) - 1
 
     def run(self) -> list[float]:
         """Return seconds from the start until each task has ended."""
-        lanes: dict[str, list[int]] = defaultdict(list)
+        streams: dict[str, list[int]] = defaultdict(list)
         for number in reversed(range(len(self.tasks))):
-            lanes[self.tasks[number].lane].append(number)
+            streams[self.tasks[number].stream].append(number)
         ends = [-1.0] * len(self.tasks)
-        lane_free: dict[str, float] = defaultdict(float)
+        stream_free: dict[str, float] = defaultdict(float)
         free: dict[str, float] = defaultdict(float)
-        while lanes:
-            ready, number = min(self._ready(lanes, ends, lane_free))
+        while streams:
+            ready, number = min(self._ready(streams, ends, stream_free))
             task = self.tasks[number]
             begin = max(ready, free[task.uses]) if task.uses else ready
-            ends[number] = lane_free[task.lane] = begin + task.seconds
+            ends[number] = stream_free[task.stream] = begin + task.seconds
             if task.uses:
                 free[task.uses] = ends[number]
-            lanes[task.lane].pop()
-            if not lanes[task.lane]:
-                del lanes[task.lane]
+            streams[task.stream].pop()
+            if not streams[task.stream]:
+                del streams[task.stream]
         return ends
 
     def _ready(
-        self, lanes: dict[str, list[int]], ends: list[float], lane_free: dict[str, float]
+        self, streams: dict[str, list[int]], ends: list[float], stream_free: dict[str, float]
     ) -> Iterable[tuple[float, int]]:
-        """First tasks of the lanes that wait for nothing unknown: since when, and their number."""
-        for lane, numbers in lanes.items():
+        """First tasks of streams that wait for nothing unknown: since when, and their number."""
+        for stream, numbers in streams.items():
             waits = [ends[before] for before in self.tasks[numbers[-1]].after]
             if min(waits, default=0.0) >= 0:
-                yield max(lane_free[lane], max(waits, default=0.0)), numbers[-1]
+                yield max(stream_free[stream], max(waits, default=0.0)), numbers[-1]
 
     def busy(self) -> dict[str, float]:
         """Return seconds of all tasks, by resource."""
@@ -123,7 +123,7 @@ BOUNDS = {"gpu": "computation", "host": "host", "intra": "inside nodes", "inter"
 class StepTime:
     """Seconds of one step: compute_s + codec_s + optimizer_s + exposed_s = step_s.
 
-    codec_s has what the model loses beside transfers too; exposed_s is the time in which the GPU
+    codec_s has what the model loses during transfers too; exposed_s is the time in which the GPU
     waits for links or host. intra_s, inter_s, host_s: how long links and host are busy, hidden or
     not.
     """
@@ -231,8 +231,8 @@ class _Step:
         ends, kinds, busy = self.line.run(), self.line.kinds(), self.line.busy()
         step = max(ends)
         optimizer = kinds.get("norm", 0.0) + kinds.get("optimizer", 0.0)
-        beside = ("gather kernels", "reduce kernels", "update kernels", "lost to transfers")
-        codec = sum(kinds.get(kind, 0.0) for kind in beside)
+        overhead = ("gather kernels", "reduce kernels", "update kernels", "lost to transfers")
+        codec = sum(kinds.get(kind, 0.0) for kind in overhead)
         compute = busy.get("gpu", 0.0) - optimizer - codec
         train = self.config.train
         sequences = train.batch_size * train.micro_steps * self.config.cluster.world
@@ -323,7 +323,7 @@ class _Step:
         return self._mark()
 
     def _mark(self) -> int:
-        """The compute lane, when all that the host has started so far can have ended."""
+        """The compute stream, when all that the host has started so far can have ended."""
         return self.line.add("mark", "compute", None, 0.0, [self.host])
 
     def _gather_ahead(self, units: Sequence[UnitPlan], wire: Wire) -> None:
@@ -343,7 +343,7 @@ class _Step:
         self.fetched[unit.unit.name] = end, found.kernels[-1]
 
     def _copy_out(self, unit: UnitPlan) -> None:
-        """Decode on the compute lane what has arrived."""
+        """Decode on the compute stream what has arrived."""
         arrived, seconds = self.fetched.pop(unit.unit.name)
         self.decoded.append(self.line.add("gather kernels", "compute", "gpu", seconds, [arrived]))
 
@@ -371,7 +371,7 @@ class _Step:
             share = self.machine.intra.gpu_share if sent.link == "intra" else 0.0
             if share:
                 lost = sent.seconds * share
-                self.line.add("lost to transfers", f"{what}: beside {i}", "gpu", lost, [own])
+                self.line.add("lost to transfers", f"{what}: lost {i}", "gpu", lost, [own])
             kind = f"{wire}, {sent.link}"
             waits = [self.line.add(kind, f"{what}: transfer {i}", sent.link, sent.seconds, [own])]
         assert waits[0] is not None

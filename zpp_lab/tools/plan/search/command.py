@@ -127,8 +127,8 @@ def _nothing_fits(problem: Problem, error: NothingFits) -> str:
         text += f", and {error.others:,} plans fit that {who}"
     found = _way_out(closest.candidate.config(problem.base), problem.device)
     way = f"Add {found}" if found else "Use a smaller model, shorter sequences"
-    told = f"{text}. {way}, or set a larger --memory-gib"
-    return f"{told}. {NO_GPU}" if problem.assumed else told
+    line = f"{text}. {way}, or set a larger --memory-gib"
+    return f"{line}. {NO_GPU}" if problem.assumed else line
 
 
 def _way_out(config: Config, device: int) -> str | None:

@@ -217,7 +217,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Answer:
-    """The chosen plan and what stands beside it. Lists are fastest first.
+    """The chosen plan and what stands next to it. Lists are fastest first.
 
     plains: what torch does by itself, without codecs: the fastest of all that fit, ZeRO-3 and HSDP,
     or those that do not fit where none does. twin: the chosen plan's raw twin, where it has codecs.

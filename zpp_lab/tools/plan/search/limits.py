@@ -39,7 +39,7 @@ class Numbers:
 
     weights: tuple[Codec | None, Codec | None]  # forward, backward
     grads: tuple[tuple[str, Codec], ...]  # each encoding on a gradient's way, by hop
-    drawn_again: bool  # weights are rounded at random, and anew for backward
+    drawn_again: bool  # weights are rounded at random, and again for backward
     summed_first: bool  # several micro-steps' gradients are encoded once
     but: str  # exemptions, rules and phases, and what encoders remember
     optimizer_state: str
@@ -50,16 +50,16 @@ class Numbers:
     def of(cls, config: Config) -> Numbers:
         recipe = Recipe(config.recipe, config.cluster, lora=config.model.lora)
         settings, train = config.recipe, config.train
-        kept = settings.secondary or not settings.again
+        same = settings.secondary or not settings.again
         forward, backward = (_codec(recipe, w) for w in GATHERS)
-        pair = (forward, forward if kept else backward)
+        pair = (forward, forward if same else backward)
         grads = tuple((_hop(recipe, w), c) for w in recipe.hops if (c := _codec(recipe, w)))
         last = train.accumulate == "last" or settings.parts[1] == "none"
         several = bool(grads) and not last and train.micro_steps > 1
         return cls(
             weights=pair,
             grads=grads,
-            drawn_again=not kept and any(c is not None and c.stochastic for c in pair),
+            drawn_again=not same and any(c is not None and c.stochastic for c in pair),
             summed_first=bool(grads) and last and train.micro_steps > 1,
             but=f"{settings.exempt} {settings.rules}{_remembered(recipe)}{settings.phases or ''}"
             f"{' sums in the node' if several and recipe.node_sums else ''}"

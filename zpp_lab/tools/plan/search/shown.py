@@ -47,8 +47,8 @@ def plan_overrides(given: Sequence[str], config: Config, candidate: Candidate) -
     which runs as real processes. config: what `given` composes to."""
     own = ["engine=fsdp", *recipe_overrides(candidate.recipe), *_knobs(config, candidate)]
     replaced = {_key(word) for word in own} | {"engine.name"}
-    kept = [w for w in given if _key(w) not in replaced and not _key(w).startswith("recipe.")]
-    return [*kept, *own]
+    chosen = [w for w in given if _key(w) not in replaced and not _key(w).startswith("recipe.")]
+    return [*chosen, *own]
 
 
 def recipe_overrides(recipe: RecipeConfig) -> list[str]:
@@ -174,50 +174,50 @@ def _apart(answer: Answer) -> str:
 
 
 def notes(answer: Answer) -> list[str]:
-    """Return what a reader must know beside the table."""
+    """Return what a reader must know besides the table."""
     limit = answer.problem.limit
-    said = [NO_GPU] * answer.problem.assumed
+    lines = [NO_GPU] * answer.problem.assumed
     if limit is not None:
-        said += _loss_notes(answer)
+        lines += _loss_notes(answer)
     else:
-        said.append(NO_LOSS if answer.problem.untested else MILD)
+        lines.append(NO_LOSS if answer.problem.untested else MILD)
     lacks = host_lacks(answer.problem.machine)
     if lacks and answer.chosen.time.bound == BOUNDS["host"]:
-        said.append(lacks)
+        lines.append(lacks)
     if limit is not None and tempting(answer):
-        said.append("Faster, but not measured by a study: measure those as arms of one.")
-    said += [f"Not predicted: {fault}." for fault in answer.without_figures]
-    said.append(
+        lines.append("Faster, but not measured by a study: measure those as arms of one.")
+    lines += [f"Not predicted: {fault}." for fault in answer.without_figures]
+    lines.append(
         f"{answer.plans:,} plans searched, {answer.predicted:,} predicted. Plans within 1 % count "
         "as equally fast; of those the one with the most bits is chosen."
     )
-    return said
+    return lines
 
 
 def _loss_notes(answer: Answer) -> list[str]:
     limit, base = answer.problem.limit, answer.problem.base
     assert limit is not None
-    said = [
+    lines = [
         f"Loss: within {limit.share:.2%} of the baseline's, by study {limit.study.name} "
         f"({limit.folder})."
     ]
     if limit.undecided:
-        said.append("--allow undecided: arms with an undecided gap are allowed too.")
+        lines.append("--allow undecided: arms with an undecided gap are allowed too.")
     if limit.waiting:
-        said.append(f"Provisional: controls without a verdict, {', '.join(limit.waiting)}.")
+        lines.append(f"Provisional: controls without a verdict, {', '.join(limit.waiting)}.")
     other = differences(limit.measured[0].config, base)
     if other:
-        said.append(
+        lines.append(
             f"The study trained with {'; '.join(other)}: its verdicts may not transfer to these "
             "settings."
         )
-    return said
+    return lines
 
 
 def differences(study: Config, plan: Config) -> list[str]:
     """Return what else differs between a study's runs and the plan, and could change a verdict."""
 
-    def told(c: Config) -> dict[str, str]:
+    def key_settings(c: Config) -> dict[str, str]:
         return {
             "model": c.model.preset,
             "cluster": f"{c.cluster.nodes} × {c.cluster.gpus_per_node}",
@@ -228,7 +228,7 @@ def differences(study: Config, plan: Config) -> list[str]:
             "adapters": f"rank {c.model.lora.rank}" if c.model.lora.on else "none",
         }
 
-    there, here = told(study), told(plan)
+    there, here = key_settings(study), key_settings(plan)
     return [f"{k} {there[k]} (here {here[k]})" for k in there if there[k] != here[k]]
 
 

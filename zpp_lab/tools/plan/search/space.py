@@ -95,9 +95,9 @@ class Space:
         if self.base.cluster.world == 1:  # nobody sends anything
             yield PLAIN
             return
-        kept: dict[str, Any] = {"exempt": self.base.recipe.exempt, "rules": self.base.recipe.rules}
+        own: dict[str, Any] = {"exempt": self.base.recipe.exempt, "rules": self.base.recipe.rules}
         weights, grads = (
-            [part for part in parts if runs(RecipeConfig(**part[1], **kept), self.base)]
+            [part for part in parts if runs(RecipeConfig(**part[1], **own), self.base)]
             for parts in (self._weights(), self._grads())
         )
         for (weight_name, weight), (grad_name, grad) in product(weights, grads):
@@ -107,7 +107,7 @@ class Space:
                 grad = {k: v for k, v in grad.items() if k != "hops"}
                 grad_name = grad_name.removeprefix("hops2")
             name = "_".join(part for part in (weight_name, grad_name) if part) or "zero3"
-            yield RecipeConfig(name=name, **weight, **grad, **kept)
+            yield RecipeConfig(name=name, **weight, **grad, **own)
 
     def _points(self) -> list[Parts]:
         """Of the grid, each once: where a step has one reduction gradients may as well be cut as
