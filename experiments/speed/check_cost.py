@@ -10,11 +10,12 @@
 `check` takes rows with the columns of results.csv: settings are those of the column `config`, or,
 where a table has none, what the other columns say with `overrides` and --set on top.
 Engines without a plan of ours are left out and counted; rows of shared GPUs (ranks_per_gpu) are
-predicted for such. Rows in which the host hardly waited (waiting_s) are counted by themselves too:
-they test the host's figures, and what the machine's file lacks of these is said. --host-as-before
-leaves out the two newest, as models of one and BLOCKS blocks gave the others before. `arms`: those
-of run.sh at 1.3B on 2 x 2, beside the plain FSDP2 of rows.csv. `published` asks for the shape only:
-the speed-up of ZeRO++ over ZeRO-3 on 384 V100 (arXiv 2306.10209), on a machine of published rates.
+predicted for such, and calls from before CUDA graphs as eager steps. Rows in which the host hardly
+waited (waiting_s) are counted by themselves too: they test the host's figures, and what the
+machine's file lacks of these is said. --host-as-before leaves out the two newest, as models of one
+and BLOCKS blocks gave the others before. `arms`: those of run.sh at 1.3B on 2 x 2, beside the plain
+FSDP2 of rows.csv. `published` asks for the shape only: the speed-up of ZeRO++ over ZeRO-3 on 384
+V100 (arXiv 2306.10209), on a machine of published rates.
 `shapes`: the lead of each arm over its raw twin, as measured and as predicted for the shapes of
 SHAPES, as Markdown.
 """
@@ -35,7 +36,7 @@ from zpp_lab.config.compose import compose
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, Config
 from zpp_lab.files import write_atomic
-from zpp_lab.study.speed.results import MAX, Measured, read_speeds
+from zpp_lab.study.speed.results import MAX, Measured, read_speeds, replaying
 from zpp_lab.study.speed.speeds import speed_ups
 from zpp_lab.tools.bench.step.arms import merged
 from zpp_lab.tools.bench.step.engines import vocabulary
@@ -44,7 +45,7 @@ from zpp_lab.tools.plan.cost.show import NODE, as_planned, host_lacks, links
 from zpp_lab.tools.plan.cost.step import StepTime, predict
 
 HERE = Path(__file__).parent
-BASE = ["engine=fsdp", "train.param_dtype=bf16", "train.reduce_dtype=bf16"]
+BASE = ["engine=fsdp", "engine.graph=false", "train.param_dtype=bf16", "train.reduce_dtype=bf16"]
 HARDLY = 0.05  # of a step: a host that waited less for its device was what bounded the step
 RECIPES = ["zero3", "w8", "w8_2hops", "zeropp", "w4_g84h"]
 Row = dict[str, str]
@@ -69,9 +70,11 @@ def check(paths: list[Path], machine: Machine, words: list[str], out: Path | Non
     found, left = [], []
     for path in paths:
         with path.open(encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
+            rows = list(csv.DictReader(file))
+            graphs = replaying(rows)
+            for row in rows:
                 try:
-                    found.append(checked(row, machine, words))
+                    found.append(checked(row, machine, words, row.get("call") in graphs))
                 except ValueError as error:
                     left.append(f"{row['engine']} {row['recipe']}: {error}")
     for one in found:
@@ -115,9 +118,12 @@ def line(one: Checked) -> str:
     return f"{name}  {speeds} {one.error:+7.1%}  {one.bound}"
 
 
-def checked(row: Row, machine: Machine, words: list[str]) -> Checked:
-    """ValueError for a row of an engine or recipe without a plan of ours."""
+def checked(row: Row, machine: Machine, words: list[str], graphs: bool) -> Checked:
+    """ValueError for a row of an engine or recipe without a plan of ours. graphs: whether its call
+    replayed CUDA graphs where engine.graph says so."""
     config, speed = config_of(row, words), bandwidth(row)
+    if not graphs:
+        config = replace(config, engine=replace(config.engine, graph=False))
     shared = machine.shared(ranks_per_gpu(row))
     found = predict(config, shared, speed, own_loop=row["engine"] == "fsdp")
     tokens = found.tokens_per_s * found.step_s

@@ -11,10 +11,11 @@ from zpp_lab.config.compose import compose
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import plan_of
 from zpp_lab.tools.plan.cost import machine as figures
-from zpp_lab.tools.plan.cost.step import predict
+from zpp_lab.tools.plan.cost.step import LAUNCH, predict, replays
 from zpp_lab.train.speed import block_work
 
-BASE = ["engine=fsdp", "train.param_dtype=bf16", "train.reduce_dtype=bf16", "cluster=2x2"]
+EAGER = "engine.graph=false"
+BASE = ["engine=fsdp", EAGER, "train.param_dtype=bf16", "train.reduce_dtype=bf16", "cluster=2x2"]
 RECIPES = ["zero3", "zero3_reordered", "w8", "w4", "w2", "zeropp", "qsdp", "g8_4_hadamard"]
 NOTHING = 1e-30
 CODECS = ("raw", "8", "4", "2", "8r", "8h", "4h")
@@ -102,6 +103,51 @@ def test_where_the_host_is_slow_it_is_the_step() -> None:
     assert found.exposed_s == pytest.approx(found.step_s)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "graph"),
+    [
+        ([], True),
+        (["engine.graph=true"], True),
+        ([EAGER], False),
+        (["engine.device=cpu"], False),
+        (["engine.offload=true"], False),
+    ],
+)
+def test_a_graph_is_assumed_where_the_engine_replays_one(overrides: list[str], graph: bool) -> None:
+    assert replays(compose(["engine=fsdp", *overrides])) == graph
+    asked = "engine.graph=true" in overrides  # a loop of FSDP2's own has none by itself
+    assert replays(compose(["engine=fsdp", *overrides]), own_loop=False) == asked
+
+
+@pytest.mark.parametrize("recipe", ["zeropp", "amsp_node"])
+def test_a_graph_spares_the_host_forward_and_backward(recipe: str) -> None:
+    host = figures.Host({"eager": 1.0}, {"eager": 2.0}, 0.25, 0.5, 4.0, 8.0)
+    settings = config(
+        f"recipe={recipe}", "model.layers=3", "train.micro_steps=2", "engine.graph=auto"
+    )
+    renewed = 4 * 0.25 if recipe == "amsp_node" else 0.0  # of three blocks and the root
+    found = predict(settings, machine(host=host), None)
+    assert found.host_s == found.step_s == pytest.approx(LAUNCH + renewed + 12.0)
+    busy = machine(host=host, compute={"eager": figures.Curve(((1e6, 1.0),))})
+    found = predict(settings, busy, None)  # the rest is started while the graph runs
+    assert found.exposed_s == pytest.approx(LAUNCH)
+    assert found.step_s == pytest.approx(LAUNCH + found.compute_s)
+
+
+@pytest.mark.parametrize("graph", ["auto", "false"])
+def test_a_graph_leaves_gpu_and_links_alone(graph: str) -> None:
+    h200, sizes = (
+        figures.load_machine("h200"),
+        ["model=1_3b", "recipe=diff_g84h", "data.seq_len=2048"],
+    )
+    eager = predict(config(*sizes), h200, 25.0)
+    found = predict(config(*sizes, f"engine.graph={graph}"), h200, 25.0)
+    for name in ("compute_s", "codec_s", "optimizer_s", "intra_s", "inter_s"):
+        assert getattr(found, name) == pytest.approx(getattr(eager, name))
+    assert (found.step_s == eager.step_s) == (graph == "false")
+    assert found.host_s <= eager.host_s
+
+
 def test_new_weights_hide_behind_the_forward() -> None:
     """Blocks compute for long, so only the root's and the first block's new weights are waited for,
     and the reductions that no backward is left to hide."""
@@ -135,9 +181,13 @@ def test_gathers_hide_behind_the_block_before() -> None:
     assert found.exposed_s == pytest.approx(root / row + 1)
 
 
+@pytest.mark.parametrize("graph", ["auto", "false"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_seconds_add_up_and_faster_links_are_never_slower(recipe: str) -> None:
-    settings = config("model=1_3b", "data.seq_len=2048", "train.batch_size=1", f"recipe={recipe}")
+def test_seconds_add_up_and_faster_links_are_never_slower(recipe: str, graph: str) -> None:
+    settings = config(
+        *("model=1_3b", "data.seq_len=2048", "train.batch_size=1"),
+        *(f"recipe={recipe}", f"engine.graph={graph}"),
+    )
     h200 = figures.load_machine("h200")
     found = [predict(settings, h200, gbps) for gbps in (5, 12, 25, 50, 100, 400)]
     for one in found:

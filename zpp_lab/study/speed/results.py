@@ -151,7 +151,11 @@ def read_speeds(path: Path) -> list[Measured]:
     """Read all measurements in the file's order. ValueError names line and column."""
     file = speed_file(path)
     rows = read_table(file)
-    measured = [_measured(row, f"{file}, line {n}") for n, row in enumerate(rows, 2)]
+    graphs = replaying(rows)
+    measured = [
+        _measured(row, f"{file}, line {n}", row.get("call") in graphs)
+        for n, row in enumerate(rows, 2)
+    ]
     found = [m for m in measured if m.arm not in COMPUTE]
     if not found:
         raise ValueError(f"{file}: no arm was measured; see `zpp-lab bench step --help`")
@@ -172,6 +176,12 @@ def read_table(file: Path) -> list[dict[str, str]]:
         if not row.get("config"):
             row["config"] = _config_beside(file, row)
     return rows
+
+
+def replaying(rows: Sequence[Mapping[str, str | None]]) -> set[str | None]:
+    """Return the calls whose arms may have replayed CUDA graphs: those with that floor. Steps of
+    others were eager, whatever engine.graph=auto means today."""
+    return {row.get("call") for row in rows if row["arm"] == COMPUTE[1]}
 
 
 def _lines(file: Path) -> io.StringIO:
@@ -204,7 +214,10 @@ def _config_beside(file: Path, row: Mapping[str, str]) -> str:
     return json.dumps(config) if known else ""  # another call may have replaced that file
 
 
-def _measured(row: Mapping[str, str | None], place: str) -> Measured:
+def _measured(row: Mapping[str, str | None], place: str, graphs: bool) -> Measured:
+    config = _config(row.get("config") or "", place)
+    if config is not None and not graphs:
+        config["engine"]["graph"] = False
     setting = Setting(
         row.get("model") or "",
         _whole(row, "nodes", place),
@@ -229,7 +242,7 @@ def _measured(row: Mapping[str, str | None], place: str) -> Measured:
         **known,
         measured_gbps=gbps,
         machine=row.get("machine") or "",
-        config=_config(row.get("config") or "", place),
+        config=config,
         commit=row.get("commit") or "",
         twin=row.get("twin") or "",
         call=row.get("call") or "",
@@ -258,7 +271,7 @@ def _count(row: Mapping[str, str | None], name: str, place: str, absent: int = 0
     return _whole(row, name, place) if row.get(name) else absent
 
 
-def _config(text: str, place: str) -> Mapping[str, Any] | None:
+def _config(text: str, place: str) -> dict[str, Any] | None:
     """The whole config of what is not its default, flat or nested."""
     if not text:
         return None

@@ -141,7 +141,7 @@ def plan_command(
     timed_as = outlook.config.phases[-1].config  # of several phases the last
     times = time_shown.times(timed_as, known, speeds) if known else {}
     if as_json:
-        timed = {"time": time_shown.as_dict(times, known)} if known else {}
+        timed = {"time": time_shown.as_dict(timed_as, times, known)} if known else {}
         print(json.dumps(as_dict(outlook, advice) | timed, indent=1))
         return 0 if outlook.fits else 1
     console = Console()
@@ -153,6 +153,7 @@ def plan_command(
         if outlook.phases:
             console.print(LAST.format(first=outlook.config.phases[-1].first))
         console.print(time_shown.table(times, known))
+        console.print(time_shown.graph_line(timed_as, known, times))
         if lacks := time_shown.host_lacks(known):
             console.print(lacks)
         if advised := time_shown.host_advice(timed_as, known, times):

@@ -10,7 +10,7 @@ import pytest
 from zpp_lab.tools.plan.cost.step import predict
 from zpp_lab.tools.plan.search.fastest import TIE, NothingFits, Option, Problem, options, search
 from zpp_lab.tools.plan.search.limits import read_limit
-from zpp_lab.tools.plan.search.shown import rows
+from zpp_lab.tools.plan.search.shown import notes, rows
 from zpp_lab.train.memory.buffers import GIB
 
 from .problems import problem, study
@@ -56,9 +56,12 @@ def test_no_plan_that_fits_is_faster(cluster: str, link: float) -> None:
 
 @pytest.mark.parametrize(("link", "blocks"), [(0.01, 1), (400.0, 4)])
 def test_units_are_larger_where_the_host_is_the_bound(link: float, blocks: int) -> None:
-    answer = search(problem("model.layers=8", link=link, bits=(None,)))
+    eager = problem("model.layers=8", "engine.graph=false", link=link, bits=(None,))
+    answer = search(eager)
     assert answer.chosen.time.bound == ("host" if blocks > 1 else "between nodes")
     assert answer.chosen.option.candidate.knobs.blocks_per_unit == blocks
+    advised = any("engine.graph=auto" in note for note in notes(answer))
+    assert advised == (blocks > 1)  # a graph gains where the host is the bound
 
 
 def test_the_study_limits_the_choice(tmp_path: Path) -> None:

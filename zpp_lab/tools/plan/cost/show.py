@@ -8,17 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Literal
 
 from rich.table import Table
 
-from zpp_lab.config.load import load
+from zpp_lab.config.load import load, written
 from zpp_lab.config.parser import link_name
 from zpp_lab.config.parser import links as links
 from zpp_lab.config.schema import Config, EngineConfig
-from zpp_lab.study.speed.results import BASE, Measured, Predicted, Setting
+from zpp_lab.study.speed.results import BASE, MAX, Measured, Predicted, Setting
 from zpp_lab.tools.plan.cost.machine import Machine, load_machine
-from zpp_lab.tools.plan.cost.step import BOUNDS, StepTime, predict
+from zpp_lab.tools.plan.cost.step import BOUNDS, StepTime, predict, replays
 
 Link = float | None  # Gbit/s of a node; None: no limit but the links inside nodes
 ROWS = {
@@ -39,8 +39,9 @@ def times(config: Config, machine: Machine, speeds: Sequence[Link]) -> dict[str,
     return {link_name(link): predict(config, machine, link) for link in speeds}
 
 
-def as_dict(found: dict[str, StepTime], machine: Machine) -> dict[str, Any]:
-    return {"machine": machine.name, "links": {link: asdict(t) for link, t in found.items()}}
+def as_dict(config: Config, found: dict[str, StepTime], machine: Machine) -> dict[str, Any]:
+    links = {link: asdict(t) for link, t in found.items()}
+    return {"machine": machine.name, "graph": replays(config), "links": links}
 
 
 def table(found: dict[str, StepTime], machine: Machine) -> Table:
@@ -68,6 +69,26 @@ def host_lacks(machine: Machine) -> str | None:
     )
 
 
+def graph_line(config: Config, machine: Machine, found: dict[str, StepTime]) -> str:
+    """Say whether a CUDA graph is assumed and what it gains where the host bounds eager steps."""
+    engine, speeds = config.engine, [_gbps(link) for link in found]
+    if engine.device == "cpu":
+        return "Without a CUDA graph: engine.device=cpu."
+    graph: bool | Literal["auto"] = False if replays(config) else "auto"
+    other = times(replace(config, engine=replace(engine, graph=graph)), machine, speeds)
+    eager = found if graph else other
+    text = "Without a CUDA graph" if graph else "With a CUDA graph of forward and backward"
+    text += f" (engine.graph={written(engine.graph)})"
+    tight = [link for link, time in eager.items() if time.bound == BOUNDS["host"]]
+    if not tight:
+        return f"{text}."
+    each, setting = ", ".join(f"{1000 * other[link].step_s:.1f}" for link in tight), written(graph)
+    return (
+        f"{text}. Eager steps are bound by the host at {', '.join(tight)}: with "
+        f"engine.graph={setting}, {each} ms there."
+    )
+
+
 def host_advice(config: Config, machine: Machine, found: dict[str, StepTime]) -> str | None:
     """Return what to do where the host is the bound; None where it is nowhere."""
     tight = [link for link, time in found.items() if time.bound == BOUNDS["host"]]
@@ -78,7 +99,7 @@ def host_advice(config: Config, machine: Machine, found: dict[str, StepTime]) ->
         "steps were up to 60 % longer than predicted (experiments/speed). More tokens in a pass "
         "(train.batch_size) give each launch more to do"
     )
-    engine, speeds = config.engine, [None if k == "max" else float(k) for k in tight]
+    engine, speeds = config.engine, [_gbps(k) for k in tight]
     if engine.blocks_per_unit == 1:
         larger = replace(engine, blocks_per_unit=4)
         text += _then("engine.blocks_per_unit=4", larger, config, machine, speeds)
@@ -88,6 +109,10 @@ def host_advice(config: Config, machine: Machine, found: dict[str, StepTime]) ->
             "; engine.compile=true needs fewer launches"  # nobody has measured how many
         )
     return f"{text}."
+
+
+def _gbps(link: str) -> Link:
+    return None if link == MAX else float(link)
 
 
 def _then(
@@ -148,7 +173,7 @@ def _curve(
 
 def as_planned(config: Config, recipe: str) -> Config:
     """Return the config of a measured arm as the cost model knows it."""
-    if recipe == NODE:
+    if recipe.startswith(NODE):  # with a graph or without
         config = replace(config, recipe=replace(config.recipe, secondary=True))
     return config
 

@@ -7,6 +7,9 @@
     links     one transfer at a time inside nodes, and one between them
     GPU       one kernel at a time: codecs take time from the model
 
+With a CUDA graph (`replays`) the host starts forward and backward at once, and norm, update and
+new weights while these run.
+
 Then gradients are measured and clipped, AdamW runs and the host reads the loss. New node-replicated
 weights travel at the beginning of a step.
 
@@ -116,6 +119,7 @@ NORM = 4  # gradients read once, by ours (engines/norm.py) and by torch's
 CLIP = 8
 ADAMW = {"fp32": 28, "bf16": 20, "8bit": 16}  # weight and gradient fp32, two moments
 LOSS = 24  # of a logit: fp32 logits, log-probabilities, their gradient, each written and read
+LAUNCH = 0.002  # seconds in which the host starts a step's CUDA graph, of 1.3B
 BOUNDS = {"gpu": "computation", "host": "host", "intra": "inside nodes", "inter": "between nodes"}
 
 
@@ -141,6 +145,14 @@ class StepTime:
     bound: str  # what is busy longest
 
 
+def replays(config: Config, own_loop: bool = True) -> bool:
+    """Return whether forward and backward come from a CUDA graph (engine.graph) on a GPU. A loop
+    of FSDP2's own has one only where it is asked for."""
+    engine = config.engine
+    wanted = engine.graph is True or (engine.graph == "auto" and own_loop)
+    return wanted and engine.device != "cpu" and not engine.offload
+
+
 def predict(
     config: Config, machine: Machine, link_gbps: float | None = None, own_loop: bool = True
 ) -> StepTime:
@@ -158,6 +170,7 @@ def predict(
         raise ValueError(f"recipe {config.recipe.name}: plain FSDP2 has no codecs; use engine=fsdp")
     plain = not own_loop or is_untouched(plan, config.engine.ordered)
     step = _Step(plan, config, machine, Transfers(machine, link_gbps, plain))
+    step.graph = replays(config, own_loop)
     step.build(own_loop)
     return step.result()
 
@@ -206,7 +219,8 @@ class _Step:
         self.mode = machine.mode(config.engine.compile)
         self.ahead = max(1, config.engine.prefetch)
         self.line = Timeline()
-        self.host: int | None = None  # the host's last task
+        self.graph = False  # whether the host starts forward and backward at once
+        self.host: int | None = None  # the host's last task, of those that kernels wait for
         self.last = True  # whether this is the step's last micro-step
         self.decoded: list[int] = []  # copy-outs, in order
         self.fetched: dict[str, tuple[int, float]] = {}  # last transfer, and seconds to decode
@@ -218,6 +232,8 @@ class _Step:
 
     def build(self, own_loop: bool) -> None:
         micros = self.plan.micro_steps
+        if self.graph:
+            self.host = self.line.add("host, graph", "host", "host", LAUNCH)
         if self.plan.recipe.kept:
             self._new_weights()
         for micro in range(micros):
@@ -257,8 +273,11 @@ class _Step:
         before: int | None = None
         for unit in (self.root, *self.units):
             found, add = self.transfers.update(unit), self.line.add
-            self.host = add("host, gathers", "host", "host", self.machine.host.gather_s)
-            end = self._ship(found, "update", UPDATE, [self.host, before])
+            own = add("host, gathers", "host", "host", self.machine.host.gather_s)
+            if not self.graph:  # else started while the graph before ran
+                self.host = own
+            waits = [None if self.graph else own, before]
+            end = self._ship(found, "update", UPDATE, waits)
             before = add("update kernels", "update: decode", "gpu", found.kernels[-1], [end])
             self.renewed[unit.unit.name] = before
 
@@ -318,9 +337,14 @@ class _Step:
     def _compute(self, kind: str, seconds: float, host: float) -> int:
         """Kernels that start while the host launches them, and end after the last launch."""
         before = self.host
-        self.host = self.line.add(f"host, {kind}", "host", "host", host)
+        self._launch(kind, host)
         self.line.add(kind, "compute", "gpu", seconds, [before])
         return self._mark()
+
+    def _launch(self, kind: str, seconds: float) -> None:
+        """Add a task of the host that a graph spares it."""
+        if not self.graph:
+            self.host = self.line.add(f"host, {kind}", "host", "host", seconds)
 
     def _mark(self) -> int:
         """The compute stream, when all that the host has started so far can have ended."""
@@ -337,7 +361,7 @@ class _Step:
         found = self.transfers.gather(unit, wire)
         place = len(self.decoded) + len(self.fetched) - self.ahead
         free = self.decoded[place] if 0 <= place < len(self.decoded) else None
-        self.host = self.line.add("host, gathers", "host", "host", self.machine.host.gather_s)
+        self._launch("gathers", self.machine.host.gather_s)
         renewed = self.renewed.get(unit.unit.name)
         end = self._ship(found, "gather", wire, [self.host, free, renewed])
         self.fetched[unit.unit.name] = end, found.kernels[-1]
@@ -355,7 +379,7 @@ class _Step:
         if not unit.unit.trainable:
             return
         found = self.transfers.reduction(unit, self.last)
-        self.host = self.line.add("host, reductions", "host", "host", self.machine.host.reduce_s)
+        self._launch("reductions", self.machine.host.reduce_s)
         end = self._ship(found, "reduce", "grads", [self.host, done])
         end = self.line.add("reduce kernels", "reduce: sum", "gpu", found.kernels[-1], [end])
         self.reduced.append(end)

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from zpp_lab.config.load import written
+from zpp_lab.config.parser import link_name
 from zpp_lab.config.schema import Config, RecipeConfig
-from zpp_lab.tools.plan.cost.show import host_lacks
+from zpp_lab.tools.plan.cost.show import graph_line, host_lacks
 from zpp_lab.tools.plan.cost.step import BOUNDS
 from zpp_lab.tools.plan.planner import NO_GPU, sequences
 from zpp_lab.tools.plan.search.fastest import TIE, Answer, Timed
@@ -175,8 +176,10 @@ def _apart(answer: Answer) -> str:
 
 def notes(answer: Answer) -> list[str]:
     """Return what a reader must know besides the table."""
-    limit = answer.problem.limit
-    lines = [NO_GPU] * answer.problem.assumed
+    limit, problem, chosen = answer.problem.limit, answer.problem, answer.chosen
+    lines = [NO_GPU] * problem.assumed
+    config = chosen.option.candidate.config(problem.base)
+    lines.append(graph_line(config, problem.machine, {link_name(problem.link_gbps): chosen.time}))
     if limit is not None:
         lines += _loss_notes(answer)
     else:
