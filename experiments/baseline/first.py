@@ -62,6 +62,7 @@ def main() -> None:
             print(f"{args.name}: {what}: {seconds:.2f}", flush=True)
     keep(args.out / "first.json", args.name, found)
     dist.barrier()
+    engine.graph.drop()  # NCCL ends a group only after the CUDA graphs that hold its transfers
     dist.destroy_process_group()
 
 

@@ -3,16 +3,12 @@ themselves, from a graph and without one, on GPUs."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from tests.engines.fsdp_world import run_world
 from zpp_lab.codecs import parameter_id
 from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.collectives.context import Clock, Memories, RowMemory
 from zpp_lab.collectives.watchdog import Captured, Watchdog
-from zpp_lab.config.schema import Config, EngineConfig, TrainConfig
 from zpp_lab.config.wires import FORWARD, INTRA
 from zpp_lab.engines.fsdp.graph import Words
 
@@ -79,24 +75,3 @@ def test_a_capture_has_no_transfers_of_its_own_in_flight() -> None:
         assert not watchdog.flying
     assert transfers.labels == ["captured"]
     watchdog.close()
-
-
-def _asked_for() -> str:
-    from tests.engines.fsdp_parity import run_real
-    from zpp_lab.collectives.transport import ProcessGroups
-    from zpp_lab.config.schema import ClusterConfig
-
-    engine = EngineConfig(name="fsdp", device="cpu", graph=True)
-    config = Config(cluster=ClusterConfig(1, 2), engine=engine, train=TrainConfig())
-    for name in ("auto", False):  # nothing to capture, and nothing to refuse
-        other = replace(config, engine=replace(engine, graph=name))
-        run_real(other, 1, ProcessGroups(config.cluster))
-    try:
-        run_real(config, 1, ProcessGroups(config.cluster))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_graph_that_cannot_be_is_refused_where_it_is_asked_for() -> None:
-    assert "engine.graph=true" in run_world(2, _asked_for)

@@ -125,6 +125,7 @@ class Memories:
         self.old: dict[Key, Tensor] = {}  # [ranks, rows, width], after the last finished step
         self.new: dict[Key, Tensor] = {}  # the same, of the step under way
         self.written: set[tuple[Key, int]] = set()  # parts of `new`
+        self.usual: set[Key] = set()  # what the last finished step wrote
         self.settings: dict[Wire, dict[str, Memory]] = {}
         for (wire, name), own in planned.items():
             self.settings.setdefault(wire, {})[name] = own.memory
@@ -137,9 +138,10 @@ class Memories:
         before.old = {}
 
     def steady(self, step: int) -> bool:
-        """Whether the step reads all memories and writes all: none is new, or reset."""
-        every = self.planned.items()
-        return all(key in self.old and not own.memory.resets(step) for key, own in every)
+        """Whether a step that writes what the last one wrote finds all of it, and none is reset."""
+        known = all(key in self.old for key in self.usual)
+        resets = any(self.planned[key].memory.resets(step) for key in self.usual)
+        return not self.planned or bool(self.usual and known and not resets)
 
     def start(self, step: int) -> None:
         """Begin the step, or begin it once more."""
@@ -173,6 +175,7 @@ class Memories:
         stays where it is, and what is new is copied there."""
         ranks = {(key, rank) for key in self.new for rank in self.ranks}
         assert self.written == ranks, "some ranks have reduced a gradient that others have not"
+        self.usual = set(self.new)
         if in_place and self.new:
             torch._foreach_copy_([self.old[key] for key in self.new], list(self.new.values()))
             self.new = {}

@@ -54,7 +54,7 @@ class EngineConfig:
     threads: Annotated[int, Field(ge=0, le=4096)] = 0  # CPU threads; 0 leaves torch's choice
     deterministic: bool = True
     # on a GPU, forward and backward are replayed from a CUDA graph: of each rank's pass in turn
-    # (virtual), or of all passes of a step with their transfers (fsdp; auto: where that can be)
+    # (virtual), or of all passes of a step with their transfers (fsdp: where that can be)
     graph: bool | Literal["auto"] = "auto"
     lanes: Count = 0  # virtual, on a GPU: ranks side by side; 0 by the size of a pass
     ordered: bool = False  # fsdp: sums in rank order for zero3 too, so that it equals `virtual`

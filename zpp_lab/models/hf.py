@@ -309,7 +309,9 @@ def _adapted(
     class CausalLM(kind):
         gives_token_scores = chunk > 0  # `each`: held-out losses need no whole logits either
         # a CUDA graph may hold forward and backward, unless layers are left out at random
-        same_every_step = not getattr(settings.get_text_config(), "layerdrop", 0.0)
+        same_every_step = not any(
+            value and "layerdrop" in name for name, value in settings.to_dict().items()
+        )
 
         def forward(
             self,

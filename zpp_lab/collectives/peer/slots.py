@@ -141,7 +141,7 @@ class Ring:
 
     def __init__(self, shared: Shared, kind: Kind, own: int, count: int) -> None:
         self.shared, self.kind, self.own, self.count = shared, kind, own, count
-        self.wanted = self.size = 0
+        self.wanted = self.size = self.made = 0  # `made`: how often buffers were
         self.slots = SLOTS[kind]
         self.buffers: Sequence[Tensor] = ()
         self._reset(None)
@@ -237,5 +237,5 @@ class Ring:
     def _grow(self, nbytes: int) -> None:
         self.size = -(-nbytes // 256) * 256
         self.parts, self.buffers = {}, ()  # `allocate` gives up what was there
-        self.buffers = self.shared.allocate(self.slots * self.size)
+        self.buffers, self.made = self.shared.allocate(self.slots * self.size), self.made + 1
         self._reset(self.shared.express())

@@ -121,7 +121,7 @@ class FsdpEngine(Engine):
         self.parameters = {n: p for n, p in model.named_parameters() if n not in names}
         self.kept = Kept(self.wrapped.installed, self.parameters)
         self.optimizer = adamw(self.parameters, config.optimization, config.seed)
-        static = bool(config.engine.graph is True or getattr(model, "same_every_step", False))
+        static = bool(getattr(model, "same_every_step", False))
         self.graph = StepGraph(
             self._passes,
             config.engine.graph,

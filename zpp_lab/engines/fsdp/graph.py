@@ -13,7 +13,8 @@ the host - gradients, bytes, which parameters were reduced - is put back after e
 Capture is a decision of all ranks. Two like steps come before it, in the second of which torch
 looks for calls that wait for the device: a graph cannot hold these. Whatever runs between two
 replays - a step with telemetry, an evaluation, another state - gives the graph's memory back
-first, and the next step captures again.
+first, and the next step captures again. `drop` comes before `destroy_process_group`, too: NCCL
+ends a communicator only after all graphs that hold its transfers.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class Step:
     inputs: list[Batch]
     words: Words
     labels: list[object]  # of its transfers
+    made: list[int]  # how often each ring's buffers had been made
     losses: Tensor
     use: StepUse
     grads: Mapping[str, Tensor]
@@ -109,10 +111,7 @@ class StepGraph:
         watchdog: Watchdog,
         device: torch.device,
     ) -> None:
-        """`wanted`: engine.graph; why_not: what stands against it on all ranks, if anything.
-        ValueError where it is asked for and cannot be."""
-        if wanted is True and why_not:
-            raise ValueError(f"engine.graph=true is not possible: {why_not}; use engine.graph=auto")
+        """`wanted`: engine.graph; why_not: what stands against it on all ranks, if anything."""
         self.run, self.parameters, self.wrapped = run, parameters, wrapped
         self.transport, self.watchdog, self.device = transport, watchdog, device
         self.on = bool(wanted) and not why_not
@@ -169,7 +168,10 @@ class StepGraph:
     def replay(self, step: int, batches: Sequence[Batch]) -> tuple[Tensor, StepUse]:
         """Run a step from its graph, which is captured if there is none."""
         shapes = [[t.shape for t in batch] for batch in batches]
-        if self.step is not None and shapes != [[t.shape for t in b] for b in self.step.inputs]:
+        if self.step is not None and (
+            shapes != [[t.shape for t in b] for b in self.step.inputs]
+            or self.step.made != self._made()  # another engine has had larger shared buffers made
+        ):
             self.drop()
         if self.step is None:
             self._capture(step, batches)
@@ -177,7 +179,7 @@ class StepGraph:
         captured = self.step
         for own, new in zip(captured.inputs, batches, strict=True):
             for mine, batch in zip(own, new, strict=True):
-                mine.copy_(batch.pin_memory(), non_blocking=True)
+                mine.copy_(batch if batch.is_cuda else batch.pin_memory(), non_blocking=True)
         captured.words.load(step)
         transfers = self.watchdog.graphs(self.device)
         transfers.start(captured.labels)
@@ -198,25 +200,29 @@ class StepGraph:
         graph = torch.cuda.CUDAGraph()
         transfers = self.watchdog.graphs(self.device)
         clock.drawn, self.watchdog.capturing = words.draw, transfers
-        problem, made = "", None
+        failed: BaseException | None = None
+        made = None
         collects = gc.isenabled()
         gc.disable()  # what it frees may be marked on streams that are captured
         try:
             with torch.cuda.graph(
                 graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
             ):
-                transfers.begin()
-                self._rebase(meet=True)
-                made = self.run(step, inputs)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            problem = str(error).splitlines()[0]
+                try:
+                    transfers.begin()
+                    self._rebase(meet=True)
+                    made = self.run(step, inputs)
+                except BaseException as error:
+                    failed = error
+        except RuntimeError as error:  # the capture could not end, mostly because of the first one
+            failed = failed or error
         finally:
             clock.drawn = self.watchdog.capturing = None
             if collects:
                 gc.enable()
-        self._all_captured(problem)
+        if isinstance(failed, torch.OutOfMemoryError) or not isinstance(failed, Exception | None):
+            raise failed
+        self._all_captured("" if failed is None else f"{failed}".partition("\n")[0])
         assert made is not None
         self._rebase(meet=False)
         units = self.wrapped.installed
@@ -225,6 +231,7 @@ class StepGraph:
             inputs,
             words,
             transfers.labels,
+            self._made(),
             *made,
             {n: p.grad for n, p in self.parameters.items() if p.grad is not None},
             [dict(unit.ledger.step) for unit in units],
@@ -255,6 +262,11 @@ class StepGraph:
         if not isinstance(self.transport, PeerTransport):
             return {}
         return {key: ring.use for key, ring in self.transport.rings.items()}
+
+    def _made(self) -> list[int]:
+        if not isinstance(self.transport, PeerTransport):
+            return []
+        return [ring.made for key, ring in self.transport.rings.items() if key in self.rings]
 
     def _rebase(self, meet: bool) -> None:
         if isinstance(self.transport, PeerTransport):
