@@ -122,7 +122,7 @@ class Told(HostStreams):
     def __init__(self) -> None:
         self.on, self.log, self.marks = "main", [], 0
 
-    def mark(self, old: Any = None) -> Any:
+    def mark(self, old: Any = None, outside: bool = False) -> Any:
         self.marks += 1
         self.log.append((self.on, "mark", self.marks))
         return self.marks
