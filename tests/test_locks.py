@@ -139,7 +139,7 @@ def test_a_run_that_ends_while_it_is_read_has_finished(
         process.close()
         return seen
 
-    monkeypatch.setattr("zpp_lab.runs.reader.held", ends)
+    monkeypatch.setattr("zpp_lab.files.held", ends)
     assert state(read_run(folder)) == "finished"
 
 

@@ -86,7 +86,7 @@ def test_fail_never_hides_the_failure(
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tracker, "write_atomic", refuse)
+    monkeypatch.setattr(tracker.files, "write_atomic", refuse)
     one.fail({"outcome": "crashed"})
     assert "failure.json: [Errno 28]" in capsys.readouterr().err
     one.fail({"outcome": "crashed"}, full=True)  # which the failure says itself

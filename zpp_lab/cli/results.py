@@ -141,13 +141,10 @@ def _show(
     """Build the report of the runs below `root` and print its table."""
     from zpp_lab.study import build_report  # loads the charting libraries: after the runs
 
-    report = build_report(root, study, speed, predict, _writing)
+    writing = partial(print, "writing the report …", file=sys.stderr, flush=True)
+    report = build_report(root, study, speed, predict, writing)
     print(report.table)
     print(f"\nreport: {report.html}")
-
-
-def _writing() -> None:
-    print("writing the report …", file=sys.stderr, flush=True)
 
 
 def finish(root: Path, study: StudyConfig) -> None:

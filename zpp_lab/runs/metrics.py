@@ -42,8 +42,7 @@ def from_json(text: bytes | str) -> Any:
 
 
 def read_object(path: Path) -> Record:
-    """Return the JSON object in a file that `to_json` wrote. FileNotFoundError, or ValueError that
-    names a damaged file and the way out."""
+    """Read a JSON object that `to_json` wrote. ValueError names a damaged file."""
     try:
         return decode(path.read_bytes())
     except ValueError as error:
@@ -97,8 +96,7 @@ def read(path: Path | str) -> list[Record]:
 
 
 def _lines(path: Path, dense: bool = False) -> Iterator[tuple[bytes, Record]]:
-    """Each whole line with its record. dense: steps are 1, 2, 3 …, as a run writes them; kept
-    copies of finished runs may lack some."""
+    """Each whole line with its record. dense: every step must follow the one before."""
     if not path.exists():
         return
     lines, last = path.read_bytes().split(b"\n"), 0
@@ -169,15 +167,13 @@ class MetricsLog:
         ValueError for a damaged line, or a step that is missing."""
         lines = list(_lines(self.path, dense=True)) if step else []  # whatever is left of it
         chosen = [(line, record) for line, record in lines if record["step"] <= step]
-        if len(chosen) < len(lines) or self._torn(lines):
+        whole = sum(len(line) for line, _ in lines)  # less than the file: it has a torn line
+        if len(chosen) < len(lines) or os.fstat(self._file).st_size != whole:
             os.close(self._file)
             write_atomic(self.path, b"".join(line for line, _ in chosen).decode())
             self._open()
         self._last = chosen[-1][1]["step"] if chosen else 0
         return [record for _, record in chosen]
-
-    def _torn(self, lines: list[tuple[bytes, Record]]) -> bool:
-        return os.fstat(self._file).st_size != sum(len(line) for line, _ in lines)
 
     def sync(self) -> None:
         """Put all lines on the disk. Call it before a checkpoint counts as written."""

@@ -18,23 +18,9 @@ from typing import Any
 
 import yaml
 
+from zpp_lab import files
 from zpp_lab.config.load import load
 from zpp_lab.config.study import NOT_RUNS, StudyConfig
-from zpp_lab.files import (
-    CONFIG,
-    FAILURE,
-    HELDOUT,
-    LOG,
-    METRICS,
-    QUEUED,
-    STUDY_FILE,
-    SUMMARY,
-    damaged,
-    held,
-    missing,
-    read_yaml,
-    write_atomic,
-)
 from zpp_lab.runs.metrics import out_of_order, read, read_object
 from zpp_lab.runs.wandb.folder import read_summary
 
@@ -48,7 +34,7 @@ _PREDICATES = {  # of one run, of several
     "running": ("is running", "are running"),
     "out of memory": ("ran out of memory", "ran out of memory"),
 }
-_MARKS = (CONFIG, SUMMARY, FAILURE, METRICS)
+_MARKS = (files.CONFIG, files.SUMMARY, files.FAILURE, files.METRICS)
 # of the held-out tokens, in summaries since they are taken; older ones have none
 READOUTS = ("heldout_accuracy", "heldout_bits_per_byte")
 _TAIL = 65536  # bytes of metrics.jsonl in which its last line most likely lies
@@ -85,8 +71,7 @@ def cause(run: Run | None) -> str:
 
 
 def unfinished_text(run: Run | None, several: bool = False) -> str:
-    """Return a predicate for a run that has not finished, or for several alike: "crashed after step
-    3 of 12 (it broke)"."""
+    """Return a predicate for unfinished runs: "crashed after step 3 of 12 (it broke)"."""
     name, why = state(run), cause(run)
     found = _PREDICATES.get(name, (name, name))[several]
     if run is None:
@@ -177,11 +162,11 @@ class Run:
             return None
         if "heldout_tokens" in self.summary:
             return int(self.summary["heldout_tokens"])
-        found = read_json(self.dir / HELDOUT)  # of older versions
+        found = read_json(self.dir / files.HELDOUT)  # of older versions
         try:
             return None if found is None else sum(map(int, found["tokens"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise damaged(self.dir / HELDOUT, error) from None
+            raise files.damaged(self.dir / files.HELDOUT, error) from None
 
     @property
     def data_hash(self) -> str | None:
@@ -213,10 +198,10 @@ def _began(folder: Path) -> bool:
 
 def read_run(folder: Path) -> Run:
     """Return one run folder; a file that cannot be read is a ValueError that names it."""
-    running = held(folder)  # asked first: a run that ends meanwhile has finished, not stopped
-    config = _or_none(read_yaml, folder / CONFIG) or {}
-    summary = _or_none(read_summary, folder / SUMMARY)
-    failure = read_json(folder / FAILURE)
+    running = files.held(folder)  # asked first: a run that ends meanwhile has finished, not stopped
+    config = _or_none(files.read_yaml, folder / files.CONFIG) or {}
+    summary = _or_none(read_summary, folder / files.SUMMARY)
+    failure = read_json(folder / files.FAILURE)
     settings = config.get("run") or {}
     source = summary or {}
     arm = source.get("arm") or settings.get("arm") or source.get("recipe")
@@ -228,9 +213,11 @@ def read_run(folder: Path) -> Run:
         )
     if summary is not None:
         last = last_step(folder)
-        if last != summary["steps"] and (folder / METRICS).is_file():
+        if last != summary["steps"] and (folder / files.METRICS).is_file():
             ends = f"ends at step {last} of {summary['steps']}"
-            raise damaged(folder / METRICS, ends, "restore it from a copy, or restart the run")
+            raise files.damaged(
+                folder / files.METRICS, ends, "restore it from a copy, or restart the run"
+            )
         return Run(folder, str(arm), int(seed), config, summary, failure, summary["steps"])
     step = last_step(folder)
     return Run(folder, str(arm), int(seed), config, None, failure, step, running)
@@ -242,15 +229,17 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     A last line that a kill cut short is left out; any other broken line is a ValueError, and so is
     one without its loss, or with a step that does not follow those before it.
     """
-    path, last = folder / METRICS, 0
+    path, last = folder / files.METRICS, 0
     rows = _read_at_once(path) or read(path)
     for line, row in enumerate(rows, 1):
         kinds = (("step", int), ("loss", int | float), ("heldout_loss", int | float | None))
         wrong = [name for name, kind in kinds if not isinstance(row.get(name), kind)]
         if wrong:
-            raise damaged(path, f"line {line}: {wrong[0]}: {row.get(wrong[0], 'missing')!r}")
+            raise files.damaged(
+                path, f"line {line}: {wrong[0]}: {row.get(wrong[0], 'files.missing')!r}"
+            )
         if why := out_of_order(row, last):
-            raise damaged(path, f"line {line}: {why}")
+            raise files.damaged(path, f"line {line}: {why}")
         last = row["step"]
     return rows
 
@@ -272,10 +261,9 @@ def _read_at_once(path: Path) -> list[dict[str, Any]] | None:
 
 
 def last_record(folder: Path) -> dict[str, Any] | None:
-    """Return the last whole line of metrics.jsonl, read from its end (None: none yet); for progress
-    and for how far a run came only."""
+    """Return the last whole line of metrics.jsonl, read from its end; None without one."""
     try:
-        with open(folder / METRICS, "rb") as file:
+        with open(folder / files.METRICS, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL))
             lines = file.read().split(b"\n")
@@ -295,14 +283,14 @@ def last_step(folder: Path) -> int:
 
 def queued_at(folder: Path) -> int | None:
     """Return the step at which the run's Slurm job was last queued again; None if never."""
-    path = folder / QUEUED
+    path = folder / files.QUEUED
     return int(path.read_text()) if path.is_file() else None
 
 
 def read_study(root: Path) -> StudyConfig | None:
     """Return the study that `root` was run as, or None for a folder of plain runs."""
-    path = root / STUDY_FILE
-    values = _or_none(read_yaml, path)
+    path = root / files.STUDY_FILE
+    values = _or_none(files.read_yaml, path)
     try:
         return None if values is None else load(StudyConfig, values)
     except ValueError as error:
@@ -314,16 +302,16 @@ def read_study(root: Path) -> StudyConfig | None:
 
 def write_study(root: Path, study: StudyConfig) -> None:
     text = yaml.safe_dump(asdict(study), sort_keys=False, allow_unicode=True)
-    write_atomic(root / STUDY_FILE, text)
+    files.write_atomic(root / files.STUDY_FILE, text)
 
 
 def _run_folders(root: Path) -> Iterator[Path]:
     if not root.is_dir():
-        raise ValueError(f"{root}: {missing(root)}; use the folder of a study or of runs")
-    for place, folders, files in os.walk(root):
+        raise ValueError(f"{root}: {files.missing(root)}; use the folder of a study or of runs")
+    for place, folders, names in os.walk(root):
         folders[:] = sorted(f for f in folders if f not in NOT_RUNS and not f.startswith("."))
-        begun = any(mark in files for mark in _MARKS)
-        if begun or (LOG in files and _seed_of(Path(place).name) is not None):
+        begun = any(mark in names for mark in _MARKS)
+        if begun or (files.LOG in names and _seed_of(Path(place).name) is not None):
             folders.clear()
             yield Path(place)
 

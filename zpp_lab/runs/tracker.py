@@ -20,18 +20,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import yaml
 
+from zpp_lab import files
 from zpp_lab.config.flat import every_setting, run_name
 from zpp_lab.config.schema import Config
-from zpp_lab.files import (
-    CONFIG,
-    CONSOLE,
-    FAILURE,
-    METRICS,
-    SUMMARY,
-    is_full,
-    remove_unwritten,
-    write_atomic,
-)
 from zpp_lab.runs.checkpoint.origin import History, Origin, settings_digest
 from zpp_lab.runs.metrics import MetricsLog, Record, to_json
 from zpp_lab.runs.wandb.mode import Mode, resolve
@@ -248,19 +239,19 @@ class Tracker:
         self.config, self.folder = config, Path(run_dir).resolve()
         mode, why = _wandb_mode(config)
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in (SUMMARY, FAILURE):
+        for name in (files.SUMMARY, files.FAILURE):
             (self.folder / name).unlink(missing_ok=True)
-        remove_unwritten(self.folder)
+        files.remove_unwritten(self.folder)
         text = yaml.safe_dump(every_setting(config), sort_keys=False, allow_unicode=True)
-        write_atomic(self.folder / CONFIG, text)
-        self._metrics = MetricsLog(self.folder / METRICS)
+        files.write_atomic(self.folder / files.CONFIG, text)
+        self._metrics = MetricsLog(self.folder / files.METRICS)
         self.last: Record | None = None  # the last step's record
         self.bytes: dict[str, dict[str, int]] = {}  # {wire: {hop: bytes}} of all steps so far
         self._history = History()
         self._restore(resume_step)
         self._console: ConsoleLog | None = None
         if config.tracking.console and not config.run.study:
-            self._console = ConsoleLog(self.folder / CONSOLE, fresh=resume_step == 0)
+            self._console = ConsoleLog(self.folder / files.CONSOLE, fresh=resume_step == 0)
         label = run_name(dataclasses.asdict(config))
         self._progress = Progress(config.train.steps, label, first_step=resume_step)
         self._broken: set[str] = set()
@@ -294,7 +285,7 @@ class Tracker:
     def finish(self, summary: dict[str, Any]) -> None:
         """Write summary.json, the last file of a run that reached its end."""
         self._metrics.sync()
-        write_atomic(self.folder / SUMMARY, to_json(summary, indent=1) + "\n")
+        files.write_atomic(self.folder / files.SUMMARY, to_json(summary, indent=1) + "\n")
         self._close(summary)
         seconds = self.config.tracking.wait_seconds
         if self._sink is not None:
@@ -309,10 +300,10 @@ class Tracker:
         """Write failure.json. Never raises: the failure itself is what must be seen. full: it is
         that the disk is full, so a second line on that is not said."""
         try:
-            write_atomic(self.folder / FAILURE, to_json(info, indent=1) + "\n")
+            files.write_atomic(self.folder / files.FAILURE, to_json(info, indent=1) + "\n")
         except Exception as error:
-            if not (full and is_full(error)):
-                _say(f"cannot write {self.folder / FAILURE}: {error}")
+            if not (full and files.is_full(error)):
+                _say(f"cannot write {self.folder / files.FAILURE}: {error}")
         if self._console is not None:  # which nobody has printed yet
             self._console.keep(str(info.get("traceback") or info.get("error") or "").rstrip())
         self._close()
@@ -324,7 +315,7 @@ class Tracker:
         if last != resume_step:
             self._metrics.close()
             raise ValueError(
-                f"{self.folder / METRICS} ends at step {last}, but the checkpoint is of step "
+                f"{self.folder / files.METRICS} ends at step {last}, but the checkpoint is of step "
                 f"{resume_step}: restore the file, remove the checkpoints after step {last}, or "
                 "start over with run.resume=false"
             )

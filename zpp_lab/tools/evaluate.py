@@ -167,8 +167,7 @@ def _whole_model(path: Path) -> Any:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Keep bars of milliseconds off the screen. transformers and compressed-tensors take tqdm's,
-    and only the first has a switch."""
+    """Hide tqdm's bars in transformers and compressed-tensors, which has no switch."""
     from tqdm import tqdm
 
     made = tqdm.__init__

@@ -65,8 +65,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Class:
-    """Parameters that are treated alike; `rises`: the held-out loss with PROBES bits less that of
-    the masters, nats a token."""
+    """Parameters treated the same; `rises`: loss with PROBES bits less the masters'."""
 
     pattern: str
     names: tuple[str, ...]
@@ -78,8 +77,7 @@ class Class:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Of each class its choice; `uniform`: all classes with one codec, the best that the budget
-    allows, None where it allows none."""
+    """Each class's choice; `uniform`: the best single codec within the budget, or None."""
 
     settings: dict[str, Any]  # of the recipe
     chosen: dict[str, Choice]
@@ -301,8 +299,7 @@ def _check(
     classes: Sequence[Class],
     chosen: Mapping[str, Choice],
 ) -> None:
-    """ValueError unless every parameter gets what was chosen, and no other one a codec: a pattern
-    may reach into another class."""
+    """ValueError where a rule's pattern reaches into another class."""
     cluster = config.cluster if config.cluster.world > 1 else ClusterConfig(1, 2)
     made = Recipe(recipe, cluster)
     wanted: dict[str, CodecConfig | None] = dict.fromkeys(shapes)
@@ -336,8 +333,7 @@ def _given(codec: CodecConfig) -> dict[str, Any]:
 
 
 def floored(classes: list[Class]) -> list[Class]:
-    """Return a class of which no rise was seen may cost less than the noise, not nothing: it counts
-    as the least sensitive of the others."""
+    """Let a class without a measured rise cost as much as the least sensitive other one."""
     least = min((c.slope for c in classes if c.slope), default=0.0)
 
     def least_of(c: Class) -> Class:

@@ -15,14 +15,14 @@ from zpp_lab.study.report.style import (
     BASELINE,
     GREYS,
     HUES,
-    MOST_LOOKS,
+    LOOKS,
     OTHER,
     Look,
     arm_looks,
 )
 
 CSS = Path(style.__file__).with_name("templates").joinpath("report.css").read_text()
-NAMES = [f"arm{i}" for i in range(MOST_LOOKS)]
+NAMES = [f"arm{i}" for i in range(LOOKS)]
 _CONES = [[0.4122, 0.5363, 0.0514], [0.2119, 0.6807, 0.1074], [0.0883, 0.2817, 0.6300]]
 _LAB = [[0.2105, 0.7936, -0.0041], [1.9780, -2.4286, 0.4506], [0.0259, 0.7828, -0.8087]]
 # What linear RGB looks like without one kind of cones (Machado, Oliveira, Fernandes 2009).
@@ -66,9 +66,7 @@ def test_no_two_of_twenty_arms_share_colour_or_look(controls: list[str]) -> None
     looks = arm_looks(NAMES, "arm0", controls)
     assert list(looks) == NAMES
     assert looks["arm0"] == BASELINE
-    assert (
-        len(set(looks.values())) == len({look.color for look in looks.values()}) == MOST_LOOKS == 20
-    )
+    assert len(set(looks.values())) == len({look.color for look in looks.values()}) == LOOKS == 20
     assert OTHER not in looks.values()
 
 

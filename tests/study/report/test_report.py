@@ -24,7 +24,7 @@ from zpp_lab.study.report.figures.draw import make_figures
 from zpp_lab.study.report.figures.training import BANDED
 from zpp_lab.study.report.render import html
 from zpp_lab.study.report.report import Report, build_report
-from zpp_lab.study.report.style import MOST_LOOKS, GapAxis
+from zpp_lab.study.report.style import LOOKS, GapAxis
 from zpp_lab.study.report.table import console_table, results_csv
 
 FIGURES = {"gap", "loss", "gap_curves", "gap_steps", "gap_vs_bytes", "main_effects", "telemetry"}
@@ -231,7 +231,7 @@ def test_two_hundred_runs_make_a_page_below_3_mb(tmp_path: Path) -> None:
     assert {"main_effects", "interactions"} <= {figure.name for figure in figures}
     assert len(html(study_document(found, figures)).encode()) < 3e6
     told = {r["arm"] for r in found.curves.telemetry if r["step"] > 0}
-    assert len(told) <= MOST_LOOKS
+    assert len(told) <= LOOKS
     assert {r["arm"] for r in found.curves.telemetry} > told
     block = next(e for e in found.effects if e.factor == "recipe.weights.block_size")
     means = [estimate.mean for estimate in block.levels.values()]

@@ -56,8 +56,7 @@ class SavedWeights(Protocol):
 
 
 class Ranks:
-    """How those that share a run's checkpoints hear one another; `shared`: all ranks of the default
-    process group, else this process alone."""
+    """Exchange between ranks that share checkpoints; `shared`: the default process group."""
 
     def __init__(self, shared: bool) -> None:
         self.group = dist.new_group(backend="gloo") if shared else None
@@ -209,8 +208,7 @@ class Saved:
                 at += values.numel()
 
     def _blocks(self, name: str, shard: Shard, start: int, end: int) -> Iterator[Tensor]:
-        """Bytes [start, end) of a shard, uint8, in pieces that lie in one checked block each; a
-        piece is overwritten by the next."""
+        """Bytes [start, end) of a shard, each part in one checked block and one reused buffer."""
         size = shard.place.nbytes
         buffer = torch.empty(min(BLOCK, size), dtype=torch.uint8)
         first = start // BLOCK
@@ -223,15 +221,11 @@ class Saved:
                 block = buffer[: min(BLOCK, size - i * BLOCK)]
                 if (
                     file.readinto(block.numpy().data) < len(block)
-                    or _hash(block) != shard.hashes[i]
+                    or hashlib.sha256(block.numpy().data).hexdigest() != shard.hashes[i]
                 ):
                     what = f"{name}, in rows {shard.first} to {shard.last - 1}"
                     raise DamagedError(self.path, f"{shard.file}: {what}: its SHA-256 differs")
                 yield block[max(0, start - i * BLOCK) : end - i * BLOCK]
-
-
-def _hash(data: Tensor) -> str:
-    return hashlib.sha256(data.numpy().data).hexdigest()
 
 
 def flat(state: State, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -75,8 +75,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Place]]:
-    """Return what a file of these tensors (name → dtype, shape) begins with, and where each one
-    lies, in the order of the data."""
+    """Return a file's first bytes, and where each tensor lies, in the data's order."""
     order = list(DTYPES)
     names = sorted(tensors, key=lambda n: (order.index(tensors[n][0]), n))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -107,8 +106,7 @@ def read_rows(path: Path, place: Place, first: int, last: int) -> torch.Tensor:
 
 
 def read_layout(path: Path) -> dict[str, Place]:
-    """Return where each tensor of a file lies. ValueError when its header does not fit its size, or
-    names a dtype that is not in `DTYPES`."""
+    """Return where each tensor lies. ValueError for an inconsistent or unknown header."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -167,8 +167,7 @@ class Checkpoints:
         return held.copy_(part.tensor)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is whole; OSError when it could not be written, unless it
-        is to be skipped when the disk is full."""
+        """Wait until the last checkpoint is whole; OSError where it could not be written."""
         if self.writing is not None:
             self.writing.join()
             self.writing = None
@@ -281,8 +280,7 @@ class Checkpoints:
                 yield saved
 
     def checked(self, path: Path, job: Callable[[], Any]) -> Any:
-        """Return what `job` makes of the checkpoint `path`; None where it finds damage, on all
-        ranks alike, which stderr is told."""
+        """Return what `job` makes of the checkpoint `path`; None, on all ranks, if damaged."""
         try:
             return job()
         except DamagedError as error:
@@ -363,8 +361,7 @@ def _staged(source: Tensor, buffer: Tensor, dtype: torch.dtype, cuda: bool) -> m
 
 
 def _flush(file: BinaryIO) -> int:
-    """Put what is written on the disk, and return its size. It need not stay in the page cache,
-    which may count as ours."""
+    """Put what is written on the disk and out of the page cache; return its size."""
     file.flush()
     os.fsync(file.fileno())
     if hasattr(os, "posix_fadvise"):

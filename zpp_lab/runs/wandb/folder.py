@@ -67,8 +67,7 @@ class RunFolder:
         return None
 
     def console_after(self, start: int) -> tuple[int, str]:
-        """Return whole lines of the console after `start` bytes, and the byte that follows them;
-        all lines of one that was begun again."""
+        """Return the console's whole lines after `start` bytes, and where they end."""
         files = [self.path / name for name in (CONSOLE, LOG) if (self.path / name).is_file()]
         data = files[0].read_bytes() if files else b""
         start = start if start <= len(data) else 0

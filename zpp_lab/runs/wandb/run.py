@@ -17,19 +17,9 @@ from typing import Any
 
 from zpp_lab.config.wires import WIRES
 from zpp_lab.runs.metrics import Record, read
+from zpp_lab.runs.wandb import identity
 from zpp_lab.runs.wandb.baseline import LOSSES, Baseline, find_baseline
 from zpp_lab.runs.wandb.folder import RunFolder
-from zpp_lab.runs.wandb.identity import (
-    BY_CLASS,
-    BYTES,
-    MADE_WITH,
-    SHOWN,
-    identity,
-    outcome_values,
-    results,
-    row,
-    shown_config,
-)
 from zpp_lab.runs.wandb.mode import Mode
 
 _SPEED = ("tokens_per_second", "mfu", "memory/*")
@@ -54,7 +44,7 @@ class WandbRun:
         shutil.rmtree(folder.path / "wandb", ignore_errors=True)  # of an earlier attempt
         config = folder.config()
         tracking = config.get("tracking") or {}
-        named = identity(folder, config)
+        named = identity.identity(folder, config)
         self._run = open_run(
             mode,
             str(folder.path),
@@ -62,7 +52,7 @@ class WandbRun:
             summarized=False,
             trainer=trainer if folder.watched(config) else None,
             commit=folder.commit() if tracking.get("git", True) else None,
-            config=shown_config(config),
+            config=identity.shown_config(config),
             **named,
         )
         if mode == "online":  # a later start, without this environment, goes on there
@@ -92,7 +82,7 @@ class WandbRun:
             self.last_step = step = record["step"]
             if step > self._counter:
                 gap = self._baseline.gap(record) if self._baseline is not None else None
-                values = {**row(record), **(gap or {})}
+                values = {**identity.row(record), **(gap or {})}
                 self._run.log(values, step=step)
                 self._counter = step
                 latest |= values
@@ -111,8 +101,7 @@ class WandbRun:
             self._run.write_logs(text)
 
     def _whole(self, record: Record) -> Record:
-        """What a table shows of a run up to this step: least losses, and how long it has trained,
-        not how long its rows take to be sent."""
+        """What a table shows of a run so far: least losses, and seconds of training."""
         values: Record = {}
         for name in LOSSES:
             if name in record:
@@ -135,10 +124,10 @@ class WandbRun:
         if finished:  # a run that may go on must not have rows after its last step
             self._send_late_gaps()
         if outcome is not None:
-            made_with = {key: outcome[key] for key in MADE_WITH if key in outcome}
+            made_with = {key: outcome[key] for key in identity.MADE_WITH if key in outcome}
             self._run.config.update(made_with, allow_val_change=True)
-            self._run.summary.update(results(outcome))
-            self._run.summary.update(outcome_values(outcome, self._baseline))
+            self._run.summary.update(identity.results(outcome))
+            self._run.summary.update(identity.outcome_values(outcome, self._baseline))
         self._run.finish(exit_code=0 if finished else 1)
 
     def _look_for_baseline(self) -> None:
@@ -204,10 +193,10 @@ def _define(run: Any) -> None:
     run.define_metric("step", hidden=True)
     for name in LOSSES:
         run.define_metric(name, step_metric="step", summary="min,last", hidden=True)
-    for name in (*(name for name in SHOWN if name not in LOSSES), *_HIDDEN):
+    for name in (*(name for name in identity.SHOWN if name not in LOSSES), *_HIDDEN):
         run.define_metric(name, step_metric="step", hidden=True)
-    by_class = [f"telemetry/{wire}/{BY_CLASS}" for wire in WIRES]
-    for name in (*SHOWN.values(), BYTES, *_SPEED, *by_class):
+    by_class = [f"telemetry/{wire}/{identity.BY_CLASS}" for wire in WIRES]
+    for name in (*identity.SHOWN.values(), identity.BYTES, *_SPEED, *by_class):
         run.define_metric(name, step_metric="step")  # a table shows the last value
 
 

@@ -26,7 +26,8 @@ _LETTERS, _TOGETHER = 60, 3  # letters of arms, and composites, that the answer 
 
 def answer(result: StudyResult) -> list[str]:
     """Say what the study found: first the sentence for a reader in a hurry, then the others."""
-    base, arms = result.study.baseline, _candidates(result)
+    base = result.study.baseline
+    arms = [arm for arm in result.arms if arm.arm.role == "arm" and arm.verdict != "baseline"]
     if result.margin is None:
         return [f"No answer yet: the baseline {base} has no finished run."]
     if wrong := [c.arm for c in result.controls if c.wrong]:
@@ -58,18 +59,15 @@ def answer(result: StudyResult) -> list[str]:
 def _found(result: StudyResult, best: ArmResult) -> str:
     """Say verdict, bytes and gap of the cheapest usable arm."""
     base = result.baseline_of(best).name
+    where = "over all links" if best.bytes_inter is None else "between nodes"
     return (
         f"{_TO[best.verdict]} {base} at {percent(cost(best))} of its bytes "
-        f"{_where(best)}: gap {gap_text(best)} nats a token, margin ±{best.margin or 0:.4f}."
+        f"{where}: gap {gap_text(best)} nats a token, margin ±{best.margin or 0:.4f}."
     )
 
 
 def _named(arm: ArmResult) -> str:
     return f"{arm.name} ({arm.arm.describe})" if arm.arm.describe else arm.name
-
-
-def _where(arm: ArmResult) -> str:
-    return "over all links" if arm.bytes_inter is None else "between nodes"
 
 
 def _lone_answer(result: StudyResult, arms: Sequence[ArmResult]) -> list[str]:
@@ -79,10 +77,6 @@ def _lone_answer(result: StudyResult, arms: Sequence[ArmResult]) -> list[str]:
     if any(places.values()):
         lines.append(f"Above the noise band: {_some(above, len(arms)) or 'no arm'}.")
     return lines
-
-
-def _candidates(result: StudyResult) -> list[ArmResult]:
-    return [arm for arm in result.arms if arm.arm.role == "arm" and arm.verdict != "baseline"]
 
 
 def _of(arms: Sequence[ArmResult], verdicts: Sequence[str]) -> list[str]:

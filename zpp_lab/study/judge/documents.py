@@ -111,8 +111,7 @@ class DocumentGaps:
 def combined(
     added: Sequence[DocumentGaps | None], taken_off: Sequence[DocumentGaps | None] = ()
 ) -> DocumentGaps | None:
-    """Return the mean over arms less the mean over others, of the seeds that all have; None where
-    an arm has no documents or other ones."""
+    """Return the mean over arms less that over others; None where documents differ."""
     known = [one for one in (*added, *taken_off) if one is not None]
     if len(known) < len(added) + len(taken_off) or len({one.hash for one in known}) != 1:
         return None

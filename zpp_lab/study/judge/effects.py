@@ -90,7 +90,8 @@ def _levels_from_configs(arms: Sequence[ArmResult]) -> dict[str, dict[str, Level
     for arm in arms:
         if arm.first_run is not None:
             configs[arm.name] = flat_config(arm.first_run.config)
-    keys = sorted({key for config in configs.values() for key in config if _may_be_factor(key)})
+    every = {key for config in configs.values() for key in config} - {*_NOT_FACTORS}
+    keys = sorted(key for key in every if not key.startswith(_NOT_GROUPS))
     columns: dict[tuple[str, ...], str] = {}
     for key in keys:
         values = tuple(repr(config.get(key)) for config in configs.values())
@@ -100,10 +101,6 @@ def _levels_from_configs(arms: Sequence[ArmResult]) -> dict[str, dict[str, Level
         name: {key: _level(config.get(key)) for key in columns.values()}
         for name, config in configs.items()
     }
-
-
-def _may_be_factor(key: str) -> bool:
-    return key not in _NOT_FACTORS and not key.startswith(_NOT_GROUPS)
 
 
 def _pattern(values: Sequence[str]) -> tuple[str, ...]:

@@ -191,14 +191,10 @@ class NoiseFloor:
                 f"removes more: {self.helped}."
             )
         return pairs + [
-            f"{order.arm}: only the order of sums differs. The gap is {_signed(order.mean)} nats "
+            f"{order.arm}: only the order of sums differs. The gap is {order.mean:+.5f} nats "
             f"on average and {order.largest:.5f} at most over {order.seeds} seeds."
             for order in self.orders
         ]
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.5f}".replace("-", "−")
 
 
 def noise_floors(result: StudyResult) -> list[NoiseFloor]:

@@ -127,8 +127,7 @@ def _half(tail: float | np.ndarray, parts: Sequence[Part]) -> np.ndarray:
 
 
 def _tails(distances: Sequence[float], parts: Sequence[Part]) -> list[float]:
-    """For each distance the chance of so large a mean on one side when the true one is 0: the
-    tail at which `_half` just reaches it."""
+    """For each distance the one-sided chance of so large a mean when the true one is 0."""
     away = np.abs(distances)
     if len(parts) == 1:
         found = special.stdtr(parts[0].freedom, -away / math.sqrt(parts[0].variance))

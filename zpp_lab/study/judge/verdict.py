@@ -44,17 +44,8 @@ from zpp_lab.runs.reader import (
     standing,
     unfinished_text,
 )
-from zpp_lab.study.judge import stats
+from zpp_lab.study.judge import claims, stats
 from zpp_lab.study.judge.arms import study_of
-from zpp_lab.study.judge.claims import (
-    EXPECTED,
-    OPEN,
-    UNDECIDED,
-    VERDICTS,
-    Control,
-    deciding_level,
-    verdict_of,
-)
 from zpp_lab.study.judge.documents import DocumentGaps, Reader, combined
 from zpp_lab.study.judge.families import Entry, PValues, look_sizes, nominal_level, planned_seeds
 from zpp_lab.study.judge.families import replay as replay_looks
@@ -64,8 +55,7 @@ MOST_PAIRED = 12
 
 
 def seed_notes(study: StudyConfig, result: ArmResult) -> list[str]:
-    """Return sentences on the runs that have not finished: which, how far they came, and why not.
-    Seeds of one fate share one."""
+    """Describe the runs that have not finished; seeds with the same end share a sentence."""
     fates: dict[str, list[int]] = {}
     for seed in sorted({*study.seeds, *result.runs}):
         run = result.runs.get(seed)
@@ -139,8 +129,7 @@ class StudyResult:
 
     @property
     def ranked(self) -> list[ArmResult]:
-        """`every`, as a reader compares them: each baseline, its arms from the lowest gap up, its
-        controls; composites come last."""
+        """`every`, each baseline before its arms by gap and its controls; composites last."""
         names = [arm.name for arm in self.arms]
 
         def place(arm: ArmResult) -> tuple[int, int, bool, float]:
@@ -162,10 +151,10 @@ class StudyResult:
         return [run for arm in self.arms for _, run in sorted(arm.runs.items())]
 
     @property
-    def controls(self) -> list[Control]:
+    def controls(self) -> list[claims.Control]:
         """The arms of a control's role, in the study's order."""
         return [
-            Control(arm.name, arm.arm.role, arm.verdict, _lone_gap(arm))
+            claims.Control(arm.name, arm.arm.role, arm.verdict, _lone_gap(arm))
             for arm in self.arms
             if arm.arm.role in CONTROLS
         ]
@@ -251,12 +240,12 @@ def pairwise(result: StudyResult) -> list[tuple[str, str, ArmResult]]:
     more than MOST_PAIRED arms there are no pairs, since corrected for so many they would show
     nothing."""
     study, known = result.study, entries(result.study, result.arms, result.composites)
-    arms = [arm for arm in result.arms if arm.arm.role == "arm" and arm.verdict in VERDICTS]
+    arms = [arm for arm in result.arms if arm.arm.role == "arm" and arm.verdict in claims.VERDICTS]
     pairs, family = [], {}
     for one, other in combinations(arms, 2) if len(arms) <= MOST_PAIRED else ():
         if one.arm.against == other.arm.against:
             name = f"{one.name} less {other.name}"
-            undecided = [replace(arm, verdict=UNDECIDED) for arm in (one, other)]
+            undecided = [replace(arm, verdict=claims.UNDECIDED) for arm in (one, other)]
             apart = _composite(study, CompositeConfig(name, [one.name]), *([a] for a in undecided))
             pairs.append((one.name, other.name, apart))
             family[name] = _entry(apart, [known[one.name], known[other.name]])
@@ -283,7 +272,7 @@ def entries(
             begun = set.intersection(*(set(one) for one in pair))
             ended = {s for s in begun if all(one[s].outcome != "unfinished" for one in pair)}
             judged = arm.verdict not in ("diverged", "failed", NOT_JUDGED)
-            member = arm.arm.role not in EXPECTED
+            member = arm.arm.role not in claims.EXPECTED
             found[arm.name] = Entry(
                 arm.gaps, frozenset(ended), arm.margin, member, judged, arm.documents
             )
@@ -294,7 +283,7 @@ def entries(
 
 def _entry(composite: ArmResult, members: Sequence[Entry]) -> Entry:
     shared = frozenset.intersection(*(member.ended for member in members))
-    judged = composite.verdict in VERDICTS
+    judged = composite.verdict in claims.VERDICTS
     gaps, margin = composite.gaps, composite.margin
     return Entry(gaps, shared, margin, True, judged, composite.documents, asks=False)
 
@@ -343,13 +332,12 @@ def _composite(
     added: Sequence[ArmResult],
     taken_off: Sequence[ArmResult],
 ) -> ArmResult:
-    """What its arms' gaps are together, of the seeds that all have; nothing while an arm has none,
-    or cannot be judged."""
+    """The mean gap of its arms, over seeds that all have; none while an arm has none."""
     members = [*added, *taken_off]
     less = f" less that of {', '.join(config.minus)}" if config.minus else ""
     describe = config.describe or f"mean gap of {', '.join(config.arms)}{less}"
     arm = ArmConfig(config.name, describe=describe, against=members[0].arm.against)
-    held = next((m for m in members if m.verdict != UNDECIDED), None)
+    held = next((m for m in members if m.verdict != claims.UNDECIDED), None)
     if held is not None:
         return ArmResult(arm, {}, held.verdict, held.name)
     seeds = set.intersection(*(set(m.gaps) for m in members))
@@ -364,7 +352,7 @@ def _composite(
     sides = [[m.documents for m in side] for side in (added, taken_off) if side]
     documents = combined(*sides)
     gap = _summary(study, gaps, margin, documents)
-    return ArmResult(arm, {}, UNDECIDED, "", gaps, gap, margin=margin, documents=documents)
+    return ArmResult(arm, {}, claims.UNDECIDED, "", gaps, gap, margin=margin, documents=documents)
 
 
 def _summary(
@@ -409,7 +397,7 @@ def _outcome(
     elif pairs:
         few = _fewest(run for own, theirs in pairs.values() for run in (own, *theirs))
         if few is None or few[0] >= LEAST_HELDOUT:
-            return UNDECIDED, ""
+            return claims.UNDECIDED, ""
         least = f"{few[0]:,} held-out tokens, below the minimum of {LEAST_HELDOUT:,}"
         return NOT_JUDGED, f"{least}: {more_heldout(few[1])}"
     if failed:
@@ -433,15 +421,15 @@ def _fewest(runs: Iterable[Run]) -> tuple[int, int] | None:
 
 def _lone_gap(arm: ArmResult) -> float | None:
     """The gap of an arm's only pair of runs, in nats; None where there are more, or none."""
-    lone = arm.verdict == UNDECIDED and arm.gap is not None and arm.gap.n == 1
+    lone = arm.verdict == claims.UNDECIDED and arm.gap is not None and arm.gap.n == 1
     return next(iter(arm.gaps.values())) if lone else None
 
 
 def _decide(study: StudyConfig, arm: ArmResult, tests: PValues) -> ArmResult:
-    if arm.verdict != UNDECIDED or arm.gap is None:
+    if arm.verdict != claims.UNDECIDED or arm.gap is None:
         return replace(arm, tests=tests)
-    verdict = verdict_of(arm.gap.mean, tests, study.confidence)
-    gap, level = arm.gap, deciding_level(verdict, arm.gap, tests)
+    verdict = claims.verdict_of(arm.gap.mean, tests, study.confidence)
+    gap, level = arm.gap, claims.deciding_level(verdict, arm.gap, tests)
     if level is not None:
         deciding = stats.t_interval(list(arm.gaps.values()), 1 - level, gap.documents)
         gap = replace(gap, deciding=deciding, level=level)
@@ -451,16 +439,20 @@ def _decide(study: StudyConfig, arm: ArmResult, tests: PValues) -> ArmResult:
 def _noted(study: StudyConfig, arms: Sequence[ArmResult]) -> list[ArmResult]:
     """Undecided arms say how many seeds they need, those of open size how many tell the size; at
     the level that is left for each of them."""
-    waiting = sum(arm.verdict in OPEN and arm.arm.role not in EXPECTED for arm in arms)
+    waiting = sum(
+        arm.verdict in claims.OPEN and arm.arm.role not in claims.EXPECTED for arm in arms
+    )
     alpha = (1 - study.confidence) / max(1, waiting)
     level = 1 - nominal_level(alpha, look_sizes(study), 2)
-    return [replace(arm, note=_needs(arm, level)) if arm.verdict in OPEN else arm for arm in arms]
+    return [
+        replace(arm, note=_needs(arm, level)) if arm.verdict in claims.OPEN else arm for arm in arms
+    ]
 
 
 def _needs(arm: ArmResult, confidence: float) -> str:
     if arm.gap is None or arm.margin is None or arm.gap.interval is None:
         return "one seed"
-    edge = 0.0 if arm.verdict == UNDECIDED else arm.margin
+    edge = 0.0 if arm.verdict == claims.UNDECIDED else arm.margin
     needed = stats.seeds_to_decide(arm.gap, arm.margin, confidence, edge)
     alone = replace(arm.gap, documents=None)
     if not needed and stats.seeds_to_decide(alone, arm.margin, confidence, edge):
@@ -481,8 +473,7 @@ def _finished(bases: Sequence[Mapping[int, Run]], seed: int) -> list[Run]:
 def _other_data(
     study: StudyConfig, arm: ArmConfig, by_arm: Mapping[str, Mapping[int, Run]]
 ) -> dict[int, tuple[str, str]]:
-    """By seed, where an arm's run read other data than its baseline's: both hashes. Their gap says
-    nothing of the recipe."""
+    """By seed, both hashes where an arm's run read other data than its baseline's."""
     base, found = by_arm[study.bases(arm)[0]], {}
     for seed, run in by_arm[arm.name].items():
         if seed in base and (hashes := _apart(run, base[seed])):

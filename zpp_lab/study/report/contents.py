@@ -246,8 +246,7 @@ def _again(found: Findings) -> list[Content]:
 
 
 def arm_table(result: StudyResult, root: Path) -> Table:
-    """Return what the figure of gaps does not show; the page alone has it, as `verdict_table`
-    repeats it with the gaps."""
+    """Return what the figure of gaps does not show, for the page alone."""
     describe = any(arm.arm.describe for arm in result.every)
     columns = words("Arm", "Verdict", *["What it does"] * describe)
     columns += numbers("Held-out loss", "Perplexity", "Bytes, all links", "Seeds")
@@ -324,7 +323,7 @@ def telemetry_table(telemetry: Sequence[CurveRow]) -> Table:
     rows = [
         Row(
             [of["arm"], of["wire"], of["param_class"]]
-            + [_measure(of.get(name), name) for name in MEASURES],
+            + [number(of.get(name), ".6f" if name == "cosine" else ".3g") for name in MEASURES],
             of["arm"],
         )
         for of in telemetry
@@ -388,10 +387,6 @@ def run_links(root: Path, runs: Mapping[int, Run]) -> Links:
     return Links(pairs)
 
 
-def _measure(value: float | None, name: str) -> str:
-    return number(value, ".6f" if name == "cosine" else ".3g")
-
-
 # ---------------------------------------------------------------------- words
 
 LONE = (
@@ -401,8 +396,7 @@ LONE += "band the size of the noise is unknown."
 
 
 def opening(result: StudyResult) -> Terms:
-    """Return the first lines: baseline, margin, stopping rule, controls; with one seed also what it
-    shows, and the noise band."""
+    """Return the first lines: baseline, margin, stopping rule, controls."""
     study = result.study
     margin = f"±{study.margin:.2%} of the baseline's held-out loss"
     if result.margin is not None:
@@ -505,15 +499,12 @@ def _seed(result: StudyResult) -> str:
 def effect_notes(effects: Sequence[MainEffect]) -> list[str]:
     """Return what a main effect could not use, one sentence a factor."""
     return [
-        f"{effect.factor}: no arms that differ in this factor alone for {_levels(effect)}; these "
-        "are shown as dots."
+        f"{effect.factor}: no arms that differ in this factor alone for "
+        f"{', '.join(level_text(level, effect.factor) for level in effect.left_out)}; these are "
+        "shown as dots."
         for effect in effects
         if effect.left_out
     ]
-
-
-def _levels(effect: MainEffect) -> str:
-    return ", ".join(level_text(level, effect.factor) for level in effect.left_out)
 
 
 def _count(seeds: int) -> str:

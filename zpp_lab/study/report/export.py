@@ -5,13 +5,11 @@ One row a run, or one row a run and step. Columns are plain values: a missing on
 
 from __future__ import annotations
 
-import csv
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zpp_lab.config.flat import differing, flat_config
 from zpp_lab.config.parser import check_own
@@ -19,6 +17,9 @@ from zpp_lab.config.wires import Wire, wires_among
 from zpp_lab.runs.reader import READOUTS, Run, read_metrics
 from zpp_lab.study.judge.noise import mean_points
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult, read_result
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 Row = dict[str, Any]
 _HOPS = ("intra", "inter")
@@ -38,29 +39,32 @@ def export(roots: Sequence[Path], out: Path, steps: bool = False) -> int:
     for a file that is not such a table, for a folder without runs, and for Parquet without the
     package pyarrow.
     """
+    import pandas  # a second to import
+
     if out.suffix not in (".csv", ".parquet"):
         raise ValueError(f"{out}: unknown format; use a name that ends in .csv or .parquet")
-    csv_file = out.suffix == ".csv"
-    write = _write_csv if csv_file else _parquet_writer()
-    if csv_file or not _is_parquet_of_runs(out):
+    if out.suffix == ".csv" or not _is_parquet_of_runs(out):
         check_own("--out", out, ",".join(_FIRST))
     results = [read_result(root) for root in roots]
+    if steps:
+        each = (part for result in results for part in step_rows(result))
+        table = pandas.concat([_frame(part, _STEP_TYPES) for part in each])
+    else:
+        rows = run_rows(results, roots)
+        table = _frame(rows, _types(rows))
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f".{out.name}.tmp")
     try:
-        if steps:
-            count = write(
-                part, _STEP_TYPES, (part for result in results for part in step_rows(result))
-            )
+        if out.suffix == ".csv":
+            table.to_csv(part, index=False, lineterminator="\n")
         else:
-            rows = run_rows(results, roots)
-            count = write(part, _types(rows), iter([rows]))
+            table.to_parquet(part, index=False)
         os.replace(part, out)
     except OSError as error:
         raise OSError(error.errno, f"cannot write {out}: {error.strerror or error}") from error
     finally:
         part.unlink(missing_ok=True)
-    return count
+    return len(table)
 
 
 def run_rows(results: Sequence[StudyResult], roots: Sequence[Path]) -> list[Row]:
@@ -180,18 +184,20 @@ def _widest(found: set[type]) -> type:
     return float if found == {int, float} else str
 
 
-def _write_csv(path: Path, types: dict[str, type], parts: Iterator[list[Row]]) -> int:
-    count = 0
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(types), lineterminator="\n")
-        writer.writeheader()
-        for rows in parts:
-            writer.writerows(rows)
-            count += len(rows)
-    return count
+def _frame(rows: Sequence[Row], types: Mapping[str, type]) -> DataFrame:
+    """Return rows with columns of these types, missing values among them."""
+    import pandas
+
+    kinds = {str: "string", int: "Int64", float: "Float64", bool: "boolean"}
+    columns = {
+        key: pandas.array([_as(row[key], kind) for row in rows], dtype=kinds[kind])
+        for key, kind in types.items()
+    }
+    return pandas.DataFrame(columns)
 
 
-def _parquet_writer() -> Callable[[Path, dict[str, type], Iterator[list[Row]]], int]:
+def _is_parquet_of_runs(path: Path) -> bool:
+    """Return whether there is such a file. ValueError without the package that writes one."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -199,26 +205,6 @@ def _parquet_writer() -> Callable[[Path, dict[str, type], Iterator[list[Row]]], 
         raise ValueError(
             "Parquet needs the package pyarrow: pip install 'zpp_lab[export]'; or write a .csv"
         ) from None
-    kinds = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
-
-    def write(path: Path, types: dict[str, type], parts: Iterator[list[Row]]) -> int:
-        schema = pa.schema([(key, kinds[kind]) for key, kind in types.items()])
-        count = 0
-        with ExitStack() as stack:
-            writer = stack.enter_context(pq.ParquetWriter(path, schema))
-            for rows in parts:
-                plain = [{k: _as(row[k], kind) for k, kind in types.items()} for row in rows]
-                writer.write_table(pa.Table.from_pylist(plain, schema))
-                count += len(rows)
-        return count
-
-    return write
-
-
-def _is_parquet_of_runs(path: Path) -> bool:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         return tuple(pq.read_schema(path).names[: len(_FIRST)]) == _FIRST
     except (OSError, pa.ArrowInvalid):

@@ -48,7 +48,8 @@ def html(document: Document) -> str:
         for kind in (Text, Terms, Table, Figure, Fold, Badge, Links)
     }
     figures = document.figures
-    specs = {figure.name: _json_in_html(figure.spec) for figure in figures}
+    texts = {f.name: json.dumps(f.spec, separators=(",", ":")) for f in figures}
+    specs = {name: text.replace("<", "\\u003c") for name, text in texts.items()}  # no </script>
     return environment.get_template("page.html.j2").render(
         document=document,
         specs=specs,
@@ -95,7 +96,10 @@ def _in_markdown(item: Content) -> list[str]:
 def table_markdown(table: Table) -> str:
     columns, texts = _for_paper(table)
     rows = [
-        [_lines_of_code(t) if c.kind == "code" else t for c, t in zip(columns, row, strict=True)]
+        [
+            "<br>".join(f"`{line}`" for line in t.splitlines()) if c.kind == "code" else t
+            for c, t in zip(columns, row, strict=True)
+        ]
         for row in texts
     ]
     return markdown_table([column.name for column in columns], rows)
@@ -105,10 +109,6 @@ def _for_paper(table: Table) -> tuple[list[Column], list[list[str]]]:
     """A table's columns and texts without links."""
     own = [i for i, column in enumerate(table.columns) if column.kind != "links"]
     return [table.columns[i] for i in own], [[row.texts[i] for i in own] for row in table.rows]
-
-
-def _lines_of_code(text: str) -> str:
-    return "<br>".join(f"`{line}`" for line in text.splitlines())
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -150,8 +150,3 @@ def _code(text: Any) -> markupsafe.Markup:
     """A text's words in backticks as code; a value and its interval stay on one line."""
     text = str(markupsafe.escape(text)).replace(" ± ", "\u00a0±\u00a0").replace("≠ ", "≠\u00a0")
     return markupsafe.Markup(re.sub("`([^`]+)`", r"<code>\1</code>", text))
-
-
-def _json_in_html(value: Any) -> str:
-    """JSON that cannot end or comment out its <script> element."""
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")

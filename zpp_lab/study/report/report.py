@@ -122,8 +122,7 @@ def build_speed_report(path: Path, predict: Predict | None = None) -> SpeedRepor
 def _write(
     root: Path, document: Document, texts: Mapping[str, str], known: Sequence[str]
 ) -> list[Path]:
-    """The report's files into `root`; returns its pictures. known: names of figures, of which
-    those of an earlier report are removed."""
+    """Write the files, remove old pictures of `known` names; returns the pictures."""
     for name, text in {**texts, "report.md": markdown(document)}.items():
         write_atomic(root / name, text)
     drawn = write_pictures(root / "figures", document.figures, known)

@@ -15,7 +15,7 @@ import altair as alt
 from zpp_lab.config.study import CONTROLS, StudyConfig
 from zpp_lab.study.judge import claims
 
-MOST_LOOKS = 20  # arms with a look of their own; more could not be told apart
+LOOKS = 20  # arms with a look of their own; more could not be told apart
 OTHERS = "other arms"
 _SOLID = (1.0, 0.0)
 # Beside the hue, for print in grey, for eyes that see two hues as one, and so that a line that
@@ -121,7 +121,7 @@ def arm_looks(
     controls: Collection[str] = (),
     taken: Mapping[str, Look] | None = None,
 ) -> dict[str, Look]:
-    """Return the looks of the baseline and of the next arms, MOST_LOOKS in all, in order.
+    """Return the looks of the baseline and of the next arms, LOOKS in all, in order.
 
     No two are alike. controls: arms in grey tones, as long as there are some. taken: looks that
     arms have already; the others get what these leave.
@@ -129,7 +129,7 @@ def arm_looks(
     taken = dict(taken or {})
     greys, hues = ([one for one in some if one not in taken.values()] for some in (GREYS, HUES))
     looks = {baseline: BASELINE}
-    for arm in [arm for arm in dict.fromkeys(arms) if arm != baseline][: MOST_LOOKS - 1]:
+    for arm in [arm for arm in dict.fromkeys(arms) if arm != baseline][: LOOKS - 1]:
         left = greys if arm in controls and greys else hues
         looks[arm] = taken[arm] if arm in taken else left.pop(0)
     return looks

@@ -93,8 +93,7 @@ class Batch:
         self.outcomes: dict[Path, str] = {}
 
     def run(self, todo: Sequence[PlannedRun], stop: Stop) -> None:
-        """Run the jobs. Returns when every job has ended, or early when interrupted: jobs of a
-        batch system then go on by themselves."""
+        """Run the jobs and wait for all; when interrupted, Slurm's continue."""
         if not todo:
             return
         for run in todo:
@@ -124,8 +123,7 @@ class Batch:
 
 
 def check_batch(name: str, root: Path, settings: Sequence[str], runs: Sequence[PlannedRun]) -> None:
-    """Raise ValueError, before anything is written, for a launcher that cannot start here or that
-    has other settings than a run needs."""
+    """Raise ValueError for a launcher that cannot start here or lacks what a run needs."""
     if check_launcher(name, root, settings, runs):
         check_sbatch(f"--launcher {name}", " (--dry-run shows their headers anywhere)")
 
@@ -380,8 +378,7 @@ def _reason(error: Exception) -> str:
 
 
 def _launch(launchers: Sequence[Launcher], work: Sequence[Sequence[Sequence[str]]]) -> list[str]:
-    """What went wrong besides the runs themselves, of each launcher; "" for nothing. Several (of
-    Slurm) wait side by side."""
+    """Errors of each launcher besides its runs'; "" for none. Several wait in parallel."""
     faults, first = [""] * len(launchers), 0
     threads = []
 

@@ -145,7 +145,8 @@ def run_study(
         sink.end(tracking.wait_seconds)
         late = not stop.requested and _over(launch.until, executor)
         held = [] if ready or stop.requested or late else [run for run in todo if not run.prepares]
-        outcome = _outcome(study, runs, todo, _ends(todo, executor), held)
+        ended = {run.dir: "finished" for run in todo if run.finished} | executor.outcomes
+        outcome = _outcome(study, runs, todo, ended, held)
         outcome = replace(outcome, out_of_time=late)
         progress.say(outcome.message)
     return outcome
@@ -201,11 +202,6 @@ def _executor(
             memory.learn(run)
     side = f"{len(places)} {'GPUs' if places.gpus else 'side by side'}"
     return Queue(entry, places, memory, progress, launch.until), side
-
-
-def _ends(todo: Sequence[PlannedRun], executor: Executor) -> dict[Path, str]:
-    """How the runs of this call ended; some finish while an interrupted study stops them."""
-    return {run.dir: "finished" for run in todo if run.finished} | executor.outcomes
 
 
 def _more(planner: Planner, root: Path) -> list[PlannedRun]:

@@ -218,8 +218,7 @@ def _check_each(overrides: list[str]) -> set[str]:
 
 
 def _values(override: str) -> list[str]:
-    """What an override stands for, each value as an override of its own; none for an interval,
-    from which a sweeper draws."""
+    """The values of an override, each as an override; none for an interval."""
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:

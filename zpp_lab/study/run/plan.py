@@ -54,8 +54,7 @@ def fingerprint(config: Config) -> str:
 
 
 def matching(study: StudyConfig, patterns: Sequence[str]) -> list[str]:
-    """Return the names of the arms that match one of `patterns` (shell's * and ?). ValueError for a
-    pattern that matches none."""
+    """Return the names of arms that match `patterns`; ValueError if one matches none."""
     names = [arm.name for arm in study.arms]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -103,8 +102,7 @@ def heldout_default(
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One arm with one seed, its folder and its whole config. `prepares`: a run before the arms,
-    by its name in place of an arm's."""
+    """One arm with one seed, its folder and config; `prepares`: a run before the arms."""
 
     arm: str
     seed: int
@@ -173,7 +171,7 @@ class Planner:
         then the arms seed by seed. ValueError when a folder holds other settings."""
         bases = baselines(self.study)
         pairs = [(arm.name, seed) for arm in self.study.arms for seed in seeds.get(arm.name, ())]
-        order = sorted(pairs, key=lambda pair: (pair[0] not in bases, _later(pair, bases)))
+        order = sorted(pairs, key=lambda pair: 0 if pair[0] in bases else pair[1])
         runs = [self._run(arm, seed) for arm, seed in order]
         _check_settings(runs)
         return runs
@@ -266,11 +264,6 @@ def check_folder(study: StudyConfig, root: Path) -> None:
         raise ValueError(
             f"{root} holds the study {there.name!r}, not {study.name!r}: use another --dir"
         )
-
-
-def _later(pair: tuple[str, int], bases: set[str]) -> int:
-    """Within baselines and within arms: seed by seed for arms, so that all arms grow together."""
-    return 0 if pair[0] in bases else pair[1]
 
 
 def _check_different(study: StudyConfig, configs: Mapping[str, Config]) -> None:

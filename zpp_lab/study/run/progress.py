@@ -133,8 +133,7 @@ def duration(seconds: float | None) -> str:
 
 @dataclass(frozen=True)
 class RunState:
-    """One run: finished, diverged, out_of_memory, crashed, running, stopped, queued again (its
-    Slurm job) or waiting."""
+    """One run: finished, diverged, crashed, running, stopped, queued again, waiting …"""
 
     arm: str
     seed: int

@@ -149,7 +149,7 @@ def _best(
     fit = [m for m in there if m.engine in ("", engine) and _alike(m, arm, own, recipes)]
     if not fit and engine == "fsdp":
         plain = [m for m in there if m.arm == BASE]
-        fit = [m for m in plain if recipes.get(id(m), _plain()) == own]
+        fit = [m for m in plain if recipes.get(id(m), recipe_settings({})) == own]
     return min(fit, key=lambda m: m.arm != arm.name, default=None)
 
 
@@ -184,10 +184,6 @@ def _engine(arm: ArmResult) -> str:
     run = arm.first_run
     name = str(((run.config if run else {}).get("engine") or {}).get("name", "virtual"))
     return "fsdp" if name == "virtual" else name
-
-
-def _plain() -> dict[str, Any]:
-    return recipe_settings({})
 
 
 def _slowness(one: Measured) -> tuple[int, float]:
@@ -302,8 +298,7 @@ def without_twin(measured: Sequence[Measured]) -> dict[Setting, list[str]]:
 
 
 def without_hsdp(measured: Sequence[Measured]) -> list[Setting]:
-    """Return settings of several nodes with a link at which a call did not time HSDP, so that the
-    strongest plain arm may be missing."""
+    """Return settings of several nodes for which a call did not time HSDP."""
     found = dict.fromkeys(m.cell for m in measured if m.setting.nodes > 1)
     known = {m.cell for m in measured if m.arm == HSDP}
     return list(dict.fromkeys(cell[0] for cell in found if cell not in known))

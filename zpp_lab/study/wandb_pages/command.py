@@ -238,8 +238,7 @@ def _study_of(root: Path) -> StudyConfig:
 
 
 def _judged(root: Path) -> tuple[str, list[str]]:
-    """(the verdict table as of now, the arms that the report tells apart); nothing and a word on
-    stderr without the packages that judge."""
+    """(the verdict table as of now, the arms with colours); nothing without packages."""
     try:
         from zpp_lab.study.judge.verdict import read_result
         from zpp_lab.study.report.contents import verdict_table

@@ -92,8 +92,7 @@ def gap_names(study: StudyConfig) -> list[str]:
 
 
 def wires_of(study: StudyConfig) -> tuple[Wire, ...]:
-    """Return all that some arm may have: some wires only where an arm, or its recipe's file, has a
-    setting that brings them."""
+    """Return all wires that some arm has by its settings, or its recipe's file."""
     lines = [*study.overrides, *(o for arm in study.arms for o in arm.overrides)]
     files = [as_written(o.removeprefix("recipe=")) for o in lines if o.startswith("recipe=")]
     settings = {f"{key}={value}" for file in files for key, value in file.items()} | {*lines}

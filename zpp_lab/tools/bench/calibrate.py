@@ -196,8 +196,7 @@ def _say(text: str) -> None:
 
 
 def _between(args: argparse.Namespace, links: Links, sizes: Sizes) -> tuple[Between, str]:
-    """Return the links between nodes and where their figures come from. ValueError for a speed
-    without hosts to measure."""
+    """Return the links between nodes, and the source of their figures."""
     if args.link_gbps:
         gbps = args.link_gbps
         source = f"measured over links of {gbps:g} Gbit/s a node"

@@ -52,8 +52,7 @@ def join(on_gpu: bool) -> torch.device:
 def call_seconds(
     call: Call, device: torch.device, ahead: int, before: Call = lambda: None
 ) -> float:
-    """Return one call; on a GPU its own time, which waits `ahead` clock ticks while the host queues
-    `before`, not counted, and the call."""
+    """Time one call; a GPU first waits `ahead` clock ticks while `before` is queued."""
     if device.type != "cuda":
         began = time.perf_counter()
         call()

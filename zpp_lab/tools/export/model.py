@@ -49,8 +49,7 @@ EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 
 def merge_adapters(config: Config, saved: SavedWeights) -> tuple[Config, SavedWeights]:
-    """Return the run without adapters: its config, and weights that hold them, which no wire
-    brings. Others as they are."""
+    """Return the run's config without adapters, and weights that hold them."""
     if not config.model.lora.on:
         return config, saved
     plain = replace(config.model, lora=LoraConfig())
@@ -159,8 +158,7 @@ def export_hf(
 
 
 def open_run(run: Path) -> tuple[Config, SavedWeights]:
-    """Return the settings and the newest whole weights of a run, its adapters added to their base;
-    ValueError when either is missing."""
+    """Return settings and newest whole weights of a run, adapters added to their base."""
     return merge_adapters(run_config(run), newest(run, kinds=("weights.", "kept.")))
 
 

@@ -30,8 +30,7 @@ from zpp_lab.tools.export.packed import linear_weights
 
 
 def write_tokenizer(run: Path, data: DataConfig, folder: Path) -> None:
-    """Write the run's tokenizer. Bytes have no such file; a run without its BPE, of an older
-    version, is named on stderr."""
+    """Write the run's tokenizer; bytes have none, and a missing BPE is named on stderr."""
     if data.tokenizer == "hf":
         for file in files_of(open_outside(data).file):
             shutil.copy(file, folder / file.name)

@@ -76,8 +76,7 @@ class WireWeights:
         return out
 
     def payload(self, name: str, codec: Codec | None = None) -> Tensor:
-        """Return what all ranks send of one parameter: uint8 [W, nbytes] on the CPU. With another
-        `codec`, what they would send then."""
+        """Return what all ranks send of one parameter: uint8 [W, nbytes] on the CPU."""
         return self._encoded(name, codec or self.codecs[name], self.sent(name))
 
     def shard_numel(self, name: str) -> int:

@@ -123,13 +123,11 @@ class Network:
 
     def join(self, places: dict[int, int]) -> list[Command]:
         """Return commands that link the namespaces of the processes `places`, by node or HUB."""
-        made = self._through_hub(places) if self.needs_hub else [self._pair(places[1])]
+        pair = f"link add {self.interface} type veth peer {self.interface} netns {places[1]}"
+        made = self._through_hub(places) if self.needs_hub else [ip(0, pair)]
         for node in range(self.nodes):
             made += self._bring_up(node)
         return made
-
-    def _pair(self, other: int) -> Command:
-        return ip(0, f"link add {self.interface} type veth peer {self.interface} netns {other}")
 
     def _through_hub(self, places: dict[int, int]) -> list[Command]:
         bridge = f"zpp{self.owner}b"
@@ -239,19 +237,15 @@ class Tools:
         EmulationError says what the kernel would need.
         """
         tool = {"ip": self.ip, "tc": self.tc}[command.words[0]]
-        words = [*ENTER, str(os.getpid()), str(pid), *self._loaded(), tool, *command.words[1:]]
+        path = f"LD_LIBRARY_PATH={os.pathsep.join(self.libraries)}"
+        loaded = ["env", path] if self.libraries else []  # for the tool alone
+        words = [*ENTER, str(os.getpid()), str(pid), *loaded, tool, *command.words[1:]]
         done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
         if done.returncode:
             found = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
             needs = NET if "not permitted" in found else command.needs
             raise EmulationError(f"`{' '.join(command.words)}` failed: {found}. It needs {needs}")
         return done.stdout
-
-    def _loaded(self) -> list[str]:
-        """Libraries for the tool alone: Python and its children keep their own."""
-        return (
-            ["env", f"LD_LIBRARY_PATH={os.pathsep.join(self.libraries)}"] if self.libraries else []
-        )
 
 
 def _libraries(folder: str | Path) -> tuple[str, ...]:

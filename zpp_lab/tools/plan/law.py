@@ -86,8 +86,7 @@ def _mean(layouts: Sequence[Layout], of: Callable[[Codec], float]) -> float:
 
 
 def nmse(codec: Codec, grads: bool) -> float:
-    """Return a codec's error on a sample like gradients or like weights; 0 without one, as the
-    baseline sends the same."""
+    """Return a codec's error on a sample like gradients or weights; 0 without a codec."""
     if isinstance(codec, RawCodec):
         return 0.0
     draw = torch.Generator().manual_seed(1)

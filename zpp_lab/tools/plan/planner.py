@@ -116,8 +116,7 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Advice:
-    """Overrides that lower the peak, and the outlook with all advice up to here. `instead`: of
-    the advice just before it."""
+    """Overrides that lower the peak, with all advice so far; `instead`: of the last one."""
 
     overrides: tuple[str, ...]
     outlook: Outlook

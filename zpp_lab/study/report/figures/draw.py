@@ -45,7 +45,7 @@ from zpp_lab.study.report.figures.training import (
     telemetry_figure,
 )
 from zpp_lab.study.report.sections import Figure
-from zpp_lab.study.report.style import MOST_LOOKS, OTHERS, Style, study_looks
+from zpp_lab.study.report.style import LOOKS, OTHERS, Style, study_looks
 from zpp_lab.study.report.table import SENT, sent_column
 from zpp_lab.study.words import margin_nats
 
@@ -167,7 +167,7 @@ def _missing(name: str, result: StudyResult) -> str:
 
 
 def _grey(name: str, result: StudyResult) -> str:
-    if len(result.arms) <= MOST_LOOKS or name not in _COLORED:
+    if len(result.arms) <= LOOKS or name not in _COLORED:
         return ""
     front = "" if one_seed(result) else "the arms on the Pareto front and "
     return f" Grey ({OTHERS}): too many for a colour each; {front}the controls have one."

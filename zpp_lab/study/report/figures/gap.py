@@ -16,16 +16,7 @@ from zpp_lab.study.judge.answer import cost
 from zpp_lab.study.judge.noise import BandGap, band_gap, noise_bands, one_seed
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 from zpp_lab.study.report.figures.curves import Row
-from zpp_lab.study.report.style import (
-    BAND,
-    GREY,
-    MOST_LOOKS,
-    GapAxis,
-    Style,
-    chart,
-    finish,
-    quantities,
-)
+from zpp_lab.study.report.style import BAND, GREY, LOOKS, GapAxis, Style, chart, finish, quantities
 from zpp_lab.study.words import gap_text, percent
 
 T = TypeVar("T")
@@ -163,12 +154,12 @@ def telling_arms(result: StudyResult) -> list[str]:
     the study's order.
     """
     names = [result.study.baseline]
-    if len(result.arms) > MOST_LOOKS:
+    if len(result.arms) > LOOKS:
         key = "bytes_total" if result.baseline.bytes_inter is None else "bytes_inter"
         fronts = [row["arm"] for row in front_rows(result, cost_rows(result), key)]
-        names += [*_spread(fronts, MOST_LOOKS - 3), *(control.arm for control in result.controls)]
+        names += [*_spread(fronts, LOOKS - 3), *(control.arm for control in result.controls)]
     names += [arm.name for arm in result.arms]
-    return list(dict.fromkeys(names))[:MOST_LOOKS]
+    return list(dict.fromkeys(names))[:LOOKS]
 
 
 def seed_rows(result: StudyResult) -> list[Row]:
@@ -181,8 +172,7 @@ def seed_rows(result: StudyResult) -> list[Row]:
 
 
 def ends(rows: Sequence[Row]) -> tuple[float, float]:
-    """Return the range that shows every mean and noise band, and intervals unless they are far
-    wider than all means."""
+    """Return the range of all means and noise bands, and of intervals unless far wider."""
     low, high = min(row["mean"] for row in rows), max(row["mean"] for row in rows)
     reach = 3 * max(abs(low), abs(high))
     low = min(low, max(-reach, min(row["low"] for row in rows)))
@@ -295,8 +285,7 @@ def _marks(
 def margin_layers(
     channel: str, gaps: GapAxis, title: str, length: float, data: str = "margin"
 ) -> list[Any]:
-    """Return the shaded margin and the line at 0; they come first, below the rows. length: the
-    panel's pixels along the axis."""
+    """Return the shaded margin and the line at 0. length: pixels along the axis."""
     kind: Any = alt.X if channel == "x" else alt.Y
     look = {"scale": gaps.scale, "axis": gaps.axis(length, channel == "x"), "title": title}
     band = {channel: kind("from:Q", **look), f"{channel}2": "to:Q"}

@@ -178,8 +178,8 @@ def headlines(found: SpeedFindings) -> list[str]:
     """Return the fastest arm at every link, in the table's order, one sentence each."""
     groups: dict[str, list[SpeedUp]] = {}
     for one in found.ups:
-        groups.setdefault(f"{_where(one.at)} ({found.names[one.at.setting]})", []).append(one)
-    return [_headline(place, ups) for place, ups in groups.items()]
+        groups.setdefault(f"{one.at.place} ({found.names[one.at.setting]})", []).append(one)
+    return [_headline(place[0].upper() + place[1:], ups) for place, ups in groups.items()]
 
 
 def notes(found: SpeedFindings) -> list[str]:
@@ -310,10 +310,6 @@ def _headline(place: str, ups: Sequence[SpeedUp]) -> str:
         f"{place}: {best.at.arm} is fastest, {best.at.tokens_per_s:,.0f} tokens/s, "
         f"{best.value:.2f}× the strongest plain arm, {plain}{floor}.{apart}"
     )
-
-
-def _where(m: Measured) -> str:
-    return m.place if m.place.endswith("b/s") else m.place.capitalize()
 
 
 def _by_point(found: SpeedFindings) -> dict[int, SpeedUp]:

@@ -187,7 +187,7 @@ def _panels(
         seen = alt.condition(pick, alt.value(1), alt.value(0.1))
         line = base.mark_line(strokeWidth=1.8, opacity=1).encode(y=y, opacity=seen)
         point = base.mark_point(size=70, filled=True, opacity=1).encode(
-            y=y, shape=shape, opacity=seen, tooltip=_tooltip()
+            y=y, shape=shape, opacity=seen, tooltip=["arm:N", "link:N", *quantities(_QUANTITIES)]
         )
         at_rule = alt.Y("at:Q", **_same(y))
         layers = [
@@ -248,7 +248,3 @@ def _arm_channels(style: Style, rows: Sequence[Row]) -> tuple[alt.Color, alt.Sha
         alt.Color("look:N", title="Arm", scale=colors, legend=legend),
         alt.Shape("look:N", title="Arm", scale=shapes, legend=legend),
     )
-
-
-def _tooltip() -> list[Any]:
-    return ["arm:N", "link:N", *quantities(_QUANTITIES)]

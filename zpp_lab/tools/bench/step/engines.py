@@ -45,8 +45,7 @@ class Timed(Protocol):
     waiting: float | None
 
     def step(self, number: int, batches: Batches) -> Bytes | None:
-        """Return one optimizer step, done when this returns; the bytes that all ranks sent by wire,
-        None when nothing counts them."""
+        """Do one optimizer step; return the bytes of all ranks by wire, None if unknown."""
         ...
 
 

@@ -40,6 +40,7 @@ from typing import Any
 from zpp_lab.config.parser import Parser, link_name, links, whole
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.runs.provenance import commit, machine_facts, versions
+from zpp_lab.tools.bench.step import results
 from zpp_lab.tools.bench.step.arms import (
     COMPUTE,
     FLOORS,
@@ -49,19 +50,6 @@ from zpp_lab.tools.bench.step.arms import (
     compared,
     sessions,
     with_compute,
-)
-from zpp_lab.tools.bench.step.results import (
-    GIB,
-    Cell,
-    Row,
-    config_text,
-    floor,
-    ledger_bytes,
-    read_rows,
-    seconds_on_link,
-    wires_text,
-    write_json,
-    write_rows,
 )
 from zpp_lab.tools.bench.step.session import Session, SessionError
 from zpp_lab.tools.links.network import MTU, bucket
@@ -127,8 +115,10 @@ class StepBench:
         self.shape = f"{cluster.nodes}x{cluster.gpus_per_node}"
         shared = "shared" if placement.share else ""
         self.name = "-".join(word for word in (self.shape, shared, tag) if word)  # of files
-        self.compute_known = bool(tag) and self._has_compute(read_rows(folder / "results.csv"))
-        self.cells: dict[tuple[str, Link], Cell] = {}
+        self.compute_known = bool(tag) and self._has_compute(
+            results.read_rows(folder / "results.csv")
+        )
+        self.cells: dict[tuple[str, Link], results.Cell] = {}
         self.turns: dict[tuple[str, Link], int] = {}
         self.links: dict[Link, LinkReport] = {}
         self.failed: dict[str, str] = {}
@@ -204,7 +194,8 @@ class StepBench:
         """Ranks that have met. Sessions that end well share one MPS daemon, as ranks that start
         while another daemon ends may not find theirs; where they do not, a new one serves a second
         attempt. SessionError when that fails, too."""
-        folder = self.folder / "logs" / self._name(arms)
+        session = arms[0].session.replace(" ", "-")
+        folder = self.folder / "logs" / f"{self.name}-{session}-{len(self.failed)}"
         for again in (self.placement.share == "mps", False):
             try:
                 return Session(self.hosts, self._service(), arms, folder)
@@ -224,9 +215,6 @@ class StepBench:
         """A daemon whose clients were killed may not serve others."""
         self.serving.close()
         self.served = None
-
-    def _name(self, arms: list[Arm]) -> str:
-        return "-".join([self.name, arms[0].session.replace(" ", "-"), str(len(self.failed))])
 
     def _patience(self) -> float:
         """Seconds that a command may take."""
@@ -260,7 +248,7 @@ class StepBench:
         again = sum(self.hosts.resent(node) for node in nodes)
         answers = session.ask(self._patience(), "steps", arm=number, steps=steps)
         sent = max(self.hosts.sent(node) - before[node] for node in nodes) / steps
-        cell = self.cells.setdefault((arm.name, link), Cell())
+        cell = self.cells.setdefault((arm.name, link), results.Cell())
         cell.seconds += [max(times) for times in zip(*(a["seconds"] for a in answers), strict=True)]
         waited = zip(*(a["waiting"] for a in answers), strict=True)
         cell.waiting += [min(times) for times in waited if None not in times]
@@ -276,20 +264,21 @@ class StepBench:
 
     # ------------------------------------------------------------------ what came out
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[results.Row]:
         by_name = {arm.name: arm for arm in self.arms}
         return [self._row(by_name[name], link, cell) for (name, link), cell in self.cells.items()]
 
-    def _row(self, arm: Arm, link: Link, cell: Cell) -> Row:
+    def _row(self, arm: Arm, link: Link, cell: results.Cell) -> results.Row:
         config, step = arm.config, median(cell.seconds)
         train, nodes = config.train, self.cluster.nodes
         tokens = train.batch_size * config.data.seq_len * train.micro_steps * self.cluster.world
         own = self.cells.get((self._floor_of(arm), None))
         compute = median(own.seconds) if own else None
-        on_link = None if arm.name in FLOORS else seconds_on_link(cell, nodes, link)
-        least, report = floor(on_link, compute), self.links.get(link)
-        ledger, measured = ledger_bytes(cell, nodes), median(cell.sent) if cell.sent else None
-        return Row(
+        on_link = None if arm.name in FLOORS else results.seconds_on_link(cell, nodes, link)
+        least, report = results.floor(on_link, compute), self.links.get(link)
+        ledger = results.ledger_bytes(cell, nodes)
+        measured = median(cell.sent) if cell.sent else None
+        return results.Row(
             engine=arm.engine,
             recipe=arm.recipe,
             model=config.model.preset,
@@ -299,7 +288,7 @@ class StepBench:
             tokens_per_s=tokens / step,
             floor_s=least,
             step_s=step,
-            peak_gib=None if cell.peak is None else cell.peak / GIB,
+            peak_gib=None if cell.peak is None else cell.peak / results.GIB,
             arm=arm.name,
             share_of_floor=None if least is None else least / step,
             link_s=on_link,
@@ -314,10 +303,10 @@ class StepBench:
             tokens_per_step=tokens,
             seq_len=config.data.seq_len,
             batch_size=train.batch_size,
-            wire_bytes=wires_text(cell.wires),
+            wire_bytes=results.wires_text(cell.wires),
             commit=commit() or "",
             machine=machine_name(self.machine, self.placement),
-            config=config_text(config),
+            config=results.config_text(config),
             ranks_per_gpu=self.placement.ranks_per_gpu,
             waiting_s=median(cell.waiting) if cell.waiting else None,
             twin=arm.twin,
@@ -345,7 +334,7 @@ class StepBench:
         machine = self.machine
         # a call with a tag adds arms; what they share was measured before, with the first ones
         chosen = [row for row in rows if row.arm not in FLOORS or not self.compute_known]
-        write_rows(self.folder, chosen)
+        results.write_rows(self.folder, chosen)
         facts = {"machine": machine, "commit": commit(), "versions": versions(), **self.facts}
         details = {
             **facts,
@@ -359,7 +348,7 @@ class StepBench:
                 for (name, link), cell in self.cells.items()
             ],
         }
-        write_json(self.folder / f"{self.name}.json", details)
+        results.write_json(self.folder / f"{self.name}.json", details)
 
     def _network(self) -> dict[str, Any]:
         """How nodes are joined, and how NCCL was told to use it."""

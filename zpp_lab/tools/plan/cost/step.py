@@ -36,8 +36,7 @@ from zpp_lab.train.speed import Work, block_work, head_work
 
 @dataclass(frozen=True)
 class Task:
-    """`uses`: the resource it has for itself, None for a mark that takes nothing. `kind`: under
-    which name its seconds are added up."""
+    """`uses`: the resource that it occupies, or None; `kind`: under which it is added up."""
 
     kind: str
     stream: str

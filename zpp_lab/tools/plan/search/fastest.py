@@ -15,7 +15,7 @@ larger units have references of their own. Untouched FSDP2 is measured whole.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import le
@@ -29,14 +29,7 @@ from zpp_lab.engines.build import plan_of, vocabulary
 from zpp_lab.engines.units import is_untouched
 from zpp_lab.tools.plan.cost.machine import Machine
 from zpp_lab.tools.plan.cost.step import StepTime, predict
-from zpp_lab.tools.plan.search.limits import (
-    STATES,
-    UNLIMITED,
-    LossLimit,
-    Numbers,
-    Ruling,
-    without_evidence,
-)
+from zpp_lab.tools.plan.search import limits
 from zpp_lab.tools.plan.search.space import (
     BITS,
     PLAIN,
@@ -161,7 +154,7 @@ class Problem:
     machine: Machine
     link_gbps: float | None
     device: int
-    limit: LossLimit | None = None
+    limit: limits.LossLimit | None = None
     bits: tuple[int | None, ...] = BITS
     assumed: bool = False
     untested: bool = False
@@ -179,7 +172,7 @@ class Option:
     the host and both links are busy. `build`: equal for plans whose steps have the same tasks."""
 
     candidate: Candidate
-    ruling: Ruling
+    ruling: limits.Ruling
     peak: int
     busy: Figures
     build: str
@@ -199,7 +192,7 @@ class Option:
     @property
     def gentle(self) -> tuple[float, int, int]:
         """Smaller is gentler: more bits on the wires and in the optimizer, then less memory."""
-        state = STATES.index(self.candidate.knobs.optimizer_state)
+        state = limits.STATES.index(self.candidate.knobs.optimizer_state)
         return -sum(self.wire_bits) / len(self.wire_bits), state, self.peak
 
 
@@ -311,12 +304,14 @@ def _busy(time: StepTime) -> Figures:
     return time.step_s - time.exposed_s, time.host_s, time.intra_s, time.inter_s
 
 
-def _rules(problem: Problem, recipe: RecipeConfig) -> dict[str, Ruling]:
+def _rules(problem: Problem, recipe: RecipeConfig) -> dict[str, limits.Ruling]:
     """By the optimizer's states."""
     if problem.limit is None:
-        return dict.fromkeys(STATES, UNLIMITED if problem.untested else without_evidence(recipe))
-    own = Numbers.of(replace(problem.base, recipe=recipe))
-    return {s: problem.limit.rule(replace(own, optimizer_state=s)) for s in STATES}
+        return dict.fromkeys(
+            limits.STATES, limits.UNLIMITED if problem.untested else limits.without_evidence(recipe)
+        )
+    own = limits.Numbers.of(replace(problem.base, recipe=recipe))
+    return {s: problem.limit.rule(replace(own, optimizer_state=s)) for s in limits.STATES}
 
 
 class _Search:
@@ -381,8 +376,7 @@ class _Search:
         return next(t for t in tried if t.step_s <= limit)
 
     def _plains(self) -> list[Timed]:
-        """The strongest plain plan, ZeRO-3 and HSDP, each once and with the settings of memory that
-        make it fastest; fastest first."""
+        """The strongest plain plan, ZeRO-3 and HSDP, each at its fastest; fastest first."""
         own = [
             o
             for o in self.options
@@ -413,7 +407,7 @@ class _Search:
             peak = int(max(_peaks(config, vocabulary(base))))
         except ValueError:
             return None
-        return Timed(Option(candidate, UNLIMITED, peak, _busy(time), ""), time)
+        return Timed(Option(candidate, limits.UNLIMITED, peak, _busy(time), ""), time)
 
     def _promising(self, fitting: Sequence[Option], below: float) -> Timed | None:
         those = [o for o in fitting if o.ruling.kind == "not measured" and o.floor < below]
@@ -432,7 +426,9 @@ class _Search:
         for option in sorted(those, key=lambda o: o.floor):
             if option.floor >= below:
                 break
-            if any(option.heavier(t.option) for t in self._slow(option.build, below)):
+            if any(
+                option.heavier(t.option) for t in self.by_build[option.build] if t.step_s >= below
+            ):
                 continue
             timed = self._time(option)
             known = best.get(id(option.candidate.recipe))
@@ -441,10 +437,6 @@ class _Search:
                 if len(best) >= count:
                     below = sorted(t.step_s for t in best.values())[count - 1]
         return sorted(best.values(), key=lambda t: t.step_s)[:count]
-
-    def _slow(self, build: str, below: float) -> Iterator[Timed]:
-        """Predicted plans of `build` that take at least `below` seconds."""
-        return (t for t in self.by_build[build] if t.step_s >= below)
 
     def _time(self, option: Option) -> Timed:
         if id(option) not in self.times:

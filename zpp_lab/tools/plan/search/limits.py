@@ -219,8 +219,7 @@ class LossLimit:
 
 
 def without_evidence(recipe: RecipeConfig) -> Ruling:
-    """Return what is allowed where no study is at hand: `least_bits` or more on each wire, and
-    codecs of the family `block` alone."""
+    """Return what is allowed without a study: block codecs of `least_bits` or more."""
     fewer = [wire for wire in recipe.wires if _fewer(recipe, wire)]
     if not fewer:
         return UNLIMITED

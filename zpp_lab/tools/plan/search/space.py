@@ -211,8 +211,7 @@ def wire_bits(recipe: RecipeConfig) -> list[int]:
 
 
 def without_bits(recipe: RecipeConfig) -> str:
-    """Return a text that recipes share whose steps have the same tasks: they differ in bits, and in
-    whether there are any."""
+    """Return a text that recipes share whose steps have the same tasks."""
     bare: dict[str, Any] = {n: replace(getattr(recipe, n), bits=None) for n in _CODECS}
     return without_name(replace(recipe, **bare))
 
