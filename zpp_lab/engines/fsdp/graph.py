@@ -10,7 +10,7 @@ rounding noise (`Words`), the count of the ranks' meetings over peer memory (cud
 events that stand outside of the graph (new weights of node-replicated recipes). What it leaves on
 the host - gradients, bytes, which parameters were reduced - is put back after each replay.
 
-Capture is a decision of all ranks. Two like steps come before it, in the second of which torch
+Capture is a decision of all ranks. Two equal steps come before it, in the second of which torch
 looks for calls that wait for the device: a graph cannot hold these. Whatever runs between two
 replays - a step with telemetry, an evaluation, another state - gives the graph's memory back
 first, and the next step captures again. `drop` comes before `destroy_process_group`, too: NCCL
@@ -41,7 +41,7 @@ from zpp_lab.config.wires import Wire
 from zpp_lab.engines.base import Batch
 from zpp_lab.engines.fsdp.wrap import Wrapped
 
-WARM_UP = 2  # steps alike before a capture: kernels are loaded, buffers made, prefetches known
+WARM_UP = 2  # equal steps before a capture: kernels are loaded, buffers made, prefetches known
 Draw = tuple[int, Wire, tuple[int, ...], tuple[int, ...]]  # micro-step, wire, ranks, rows
 Run = Callable[[int, Sequence[Batch]], tuple[Tensor, StepUse]]
 
@@ -143,7 +143,7 @@ class StepGraph:
         self.like, self.seen = None, 0
 
     def note(self, like: Any) -> None:
-        """An eager step without telemetry has run; `like`: the same object after steps alike."""
+        """An eager step without telemetry has run; `like`: the same object after equal steps."""
         self.seen = 0 if like is None else self.seen + 1 if like is self.like else 1
         self.like = like
 

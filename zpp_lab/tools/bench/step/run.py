@@ -5,8 +5,9 @@
 
 Several nodes are network namespaces of this host (Linux, root), joined by links of each named speed
 in turn; GPUs of a node keep NVLink. Each link is measured first. Words of --recipes: a recipe of
-conf/recipe, fsdp2, fsdp2+node, hsdp, fsdp2+groups, compute; for anything else `--arm "NAME:
-overrides"`. What follows are overrides of `zpp-lab train`; tokens are random.
+conf/recipe, fsdp2, fsdp2+node, hsdp, fsdp2+groups, compute, and these five with +graph: from one
+CUDA graph a step; for anything else `--arm "NAME: overrides"`. What follows are overrides of
+`zpp-lab train`; tokens are random.
 
 Speeds are compared with the strongest plain FSDP2 and with an arm's raw twin, which has the same
 sharding and no codec. Both are added unless --no-twins is given. Arms take turns in the same
