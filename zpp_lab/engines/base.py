@@ -15,7 +15,7 @@ from zpp_lab.models.loss import mean_loss
 # Inputs and targets, int64 [B, T]; where some targets are IGNORED also their share, int64 [2], see
 # models/loss.py.
 Batch = tuple[Tensor, ...]
-Batches = Callable[[int, int], Batch]  # (rank, micro-step) → batch
+Batches = Callable[[int, int], Batch]  # (rank, micro-step) → batch, the same again
 
 
 class NonFiniteError(FloatingPointError):

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from zpp_lab.config.data import DataConfig
-from zpp_lab.config.schema import Config
 from zpp_lab.data import PackedData, TokenData, open_data
 from zpp_lab.data.prepare import open_corpus, open_tokenizer, parts
+from zpp_lab.data.source import TextSource
 from zpp_lab.tools.export.model import run_config
 from zpp_lab.train.resume import check_same_data
 
@@ -51,7 +51,8 @@ def sequences(run: Path, steps: list[int]) -> Iterator[Sequence]:
     data = open_data(config.data)
     check_same_data(run, data, resumed=True)
     decode = open_tokenizer(config.data, data.folder).decode
-    found = [(step, *place) for step in steps for place in _places(config, data, step)]
+    source = TextSource(config, data)
+    found = [(step, *place) for step in steps for place in _places(source, step)]
     length = config.data.seq_len
     read = {place: data.documents(place, length) for *_, place in found}
     names = _names(config.data, {i for documents in read.values() for i in documents})
@@ -77,20 +78,9 @@ def repeats(tokens: np.ndarray) -> float:
     return max((float(np.mean(tokens[p:] == tokens[:-p])) for p in range(1, most + 1)), default=0.0)
 
 
-def _places(
-    config: Config, data: TokenData | PackedData, step: int
-) -> Iterator[tuple[int, int, int, int]]:
+def _places(source: TextSource, step: int) -> Iterator[tuple[int, int, int, int]]:
     """(rank, micro-step, row, where the sequence is) of one step."""
-    train = config.train
-    turns = data.turns(
-        config.seed,
-        step - 1,
-        config.cluster.world,
-        train.micro_steps,
-        train.batch_size,
-        config.data.seq_len,
-    )
-    for (rank, micro, row), place in np.ndenumerate(turns):
+    for (rank, micro, row), place in np.ndenumerate(source.turns(step - 1)):
         yield rank, micro, row, int(place)
 
 

@@ -27,6 +27,7 @@ from zpp_lab.config.compose import check_same_run, has_ended, run_dir
 from zpp_lab.config.flat import arm_of
 from zpp_lab.config.schema import FEW_HELDOUT, Config, heldout_notes
 from zpp_lab.data import PackedData, TokenData, open_data
+from zpp_lab.data.source import TextSource
 from zpp_lab.engines.base import Engine, NonFiniteError, StepResult
 from zpp_lab.engines.build import build_engine, pick_device
 from zpp_lab.engines.optim.build import learning_rate
@@ -119,7 +120,7 @@ class Trainer:
             self.profile = Profile(self.train.profiled, self.folder, self.rank, self.device)
             alone = nullcontext() if self.config.engine.ranked else self.signals
             with settled(), self.profile, alone:
-                last = self._loop(engine, data, tracker)
+                last = self._loop(engine, TextSource(self.config, data), tracker)
                 if self.signals.came:
                     self.checkpoints.wait()
             if self.step < self.train.steps:
@@ -170,7 +171,7 @@ class Trainer:
 
     # ------------------------------------------------------------------ the loop
 
-    def _loop(self, engine: Engine, data: Data, tracker: Tracker | None) -> Record:
+    def _loop(self, engine: Engine, source: TextSource, tracker: Tracker | None) -> Record:
         """Train up to the last step; returns the last step's record."""
         record: Record = (tracker.last if tracker else None) or {}
         seconds, first = float(record.get("seconds", 0.0)), self.step + 1
@@ -181,7 +182,7 @@ class Trainer:
                 break
             self.profile.before(self.step + 1)
             began = time.perf_counter()
-            result = self._step(engine, data, tracker)
+            result = self._step(engine, source, tracker)
             measured = self.meter.step(time.perf_counter() - began, result.seconds)
             self.step += 1
             self.profile.after(self.step)
@@ -253,19 +254,18 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return self.step == self.train.steps or (every > 0 and self.step % every == 0)
 
-    def _step(self, engine: Engine, data: Data, tracker: Tracker | None) -> StepResult:
+    def _step(self, engine: Engine, source: TextSource, tracker: Tracker | None) -> StepResult:
         every = self.config.tracking.telemetry_every
         telemetry = every > 0 and (self.step == 0 or (self.step + 1) % every == 0)
         lr = learning_rate(self.step, self.train)
-        turns = (self.config.cluster.world, self.train.micro_steps)
-        shape = (self.train.batch_size, self.config.data.seq_len)
-        batches = data.step(self.config.seed, self.step, *turns, *shape)
+        passes = self.config.cluster.world * self.train.micro_steps
 
         def begun(count: int) -> None:
             if tracker is not None and not self.config.engine.ranked:
-                tracker.passing(count, math.prod(turns))
+                tracker.passing(count, passes)
 
-        return engine.step(self.step, lr, self.meter.timed(batches, begun), telemetry)
+        batches = self.meter.timed(source.step(self.step), begun)
+        return engine.step(self.step, lr, batches, telemetry)
 
     def _compiled(self) -> dict[str, float]:
         """Return the seconds that the compiler has taken so far, wherever they fell."""

@@ -40,6 +40,7 @@ from zpp_lab.engines.deepspeed.settings import (
 from zpp_lab.engines.optim.build import STATE, Parameters, adamw, set_rate, zero_state
 from zpp_lab.engines.optim.states import MOMENTS
 from zpp_lab.models.loss import token_scores
+from zpp_lab.models.objective import objective
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -202,7 +203,7 @@ class DeepSpeedEngine(Engine):
         micros = self.plan.micro_steps
         losses = torch.zeros(micros, dtype=torch.float64, device=self.device)
         for micro in range(micros):
-            loss = self.engine(*self._on_device(batches(self.rank, micro)))
+            loss = objective(self.engine, self._on_device(batches(self.rank, micro)))
             losses[micro] = loss.detach()
             self.engine.backward(loss)
             self._update(step)

@@ -59,6 +59,7 @@ from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.units import ROOT, named_units, with_root
 from zpp_lab.engines.watch import gathered_in_vain
 from zpp_lab.models.loss import counted, token_scores
+from zpp_lab.models.objective import objective
 from zpp_lab.models.start import Start, fill, materialize
 from zpp_lab.runs.checkpoint.read import Ranks, Saved
 
@@ -233,7 +234,7 @@ class FsdpEngine(Engine):
     def _pass(self, batch: Batch, reduces: bool) -> Tensor:
         """One forward and backward of this rank; the loss."""
         self.usage.start()
-        loss: Tensor = self.model(*self._on_device(batch))
+        loss = objective(self.model, self._on_device(batch))
         self.laps.done("forward")
         if self.plan.gradients_wait:
             self.usage.taken().check_once()

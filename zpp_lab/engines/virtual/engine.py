@@ -46,6 +46,7 @@ from zpp_lab.engines.virtual.passes import Grads, Passes
 from zpp_lab.engines.virtual.reduction import Reduction, together
 from zpp_lab.engines.watch import Watch, gathered_in_vain
 from zpp_lab.models.loss import token_scores
+from zpp_lab.models.objective import objective
 
 
 class VirtualEngine(Engine):
@@ -202,7 +203,7 @@ class VirtualEngine(Engine):
     def _backward(self, *batch: Tensor) -> tuple[Tensor, PassUse]:
         """Run one rank's forward and backward: a `Pass` of passes.py."""
         self.usage.start()
-        loss: Tensor = self.model(*batch)
+        loss = objective(self.model, batch)
         self._load(self.backward)  # the weights that backward gathers, where they differ
         (loss / self.plan.micro_steps).backward()
         self._load(self.forward)
