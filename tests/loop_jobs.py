@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stderr
+from dataclasses import dataclass
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -44,14 +45,28 @@ BF16 = ("zeropp", "w4_diff")
 RESUMED = (*KEPT, "w8_then_w4")
 APART = ("zero3", "zeropp")
 STEPS = 3
+CPU = torch.device("cpu")
+
+
+@dataclass
+class World:
+    """Where the jobs of this process run."""
+
+    shape: str = "2x2"
+    device: torch.device = CPU
+    width: int = 8  # of Net
+
+
+WORLD = World()
 
 
 class Net(nn.Module):
     def __init__(self, root: bool = True) -> None:
         """root: whether the root has parameters of its own."""
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.head = nn.Linear(8, 1) if root else None
+        wide = WORLD.width
+        self.layers = nn.ModuleList(nn.Linear(wide, wide) for _ in range(2))
+        self.head = nn.Linear(wide, 1) if root else None
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -64,14 +79,14 @@ class Net(nn.Module):
 
 def data(step: int, micro: int = 0) -> Tensor:
     made = torch.Generator().manual_seed(1000 * step + 10 * micro + dist.get_rank())
-    return torch.randn(4, 8, generator=made)
+    return torch.randn(4, WORLD.width, generator=made).to(WORLD.device)
 
 
 def new(name: str, seed: int = 0, model: Callable[[], nn.Module] = Net, **more: Any) -> Any:
     """A model, sharded, and an optimizer that leaves no trace in version counters."""
     torch.manual_seed(seed)
     made = model()
-    sharded = shard(made, RECIPES[name], "2x2", steps=20, **more)
+    sharded = shard(made, RECIPES[name], WORLD.shape, steps=20, **more)
     return made, sharded, torch.optim.AdamW(made.parameters(), lr=0.02, foreach=True)
 
 
@@ -98,13 +113,31 @@ def train(
 
 def whole(model: nn.Module) -> Net:
     """A copy that nobody has sharded."""
-    made = Net()
+    made = Net().to(WORLD.device)
     made.load_state_dict({n: p.full_tensor() for n, p in model.state_dict().items()})
     return made
 
 
+@torch.no_grad()
+def gathers_masters(model: nn.Module) -> bool:
+    """Whether a forward computes with the masters' own bits."""
+    masters = {n: p.full_tensor() for n, p in model.state_dict().items()}
+    found: dict[str, Tensor] = {}
+
+    def look(module: nn.Module, _: Any, name: str) -> None:
+        found.update({f"{name}.{n}": p.clone() for n, p in module.named_parameters()})
+
+    parts = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    hooks = [m.register_forward_pre_hook(partial(look, name=n)) for n, m in parts]
+    model(data(97))
+    for hook in hooks:
+        hook.remove()
+    assert found.keys() == masters.keys()
+    return all(found[n].equal(master) for n, master in masters.items())
+
+
 def everyone(value: Any) -> list[Any]:
-    every: list[Any] = [None] * 4
+    every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, value)
     return every
 
@@ -172,8 +205,7 @@ def swapped(name: str) -> dict[str, Any]:
             before = [local(p).clone() for p in model.parameters()]
             change, by = WAYS[way]
             change(model, by)
-            mine = model(data(99)).item()
-            right[way] = mine == whole(model)(data(99)).item()
+            right[way] = gathers_masters(model)
             for p, own in zip(model.parameters(), before, strict=True):
                 local(p).copy_(own)
             model(data(98))
@@ -204,8 +236,9 @@ def averaged(name: str) -> list[Any]:
             average.module.state_dict(),
             options=dcp_state.StateDictOptions(full_state_dict=True),
         )
-        expected = average.module(data(step + 1)).item()
-        found.append([model(data(step + 1)).item(), expected])
+        given = {n: p.clone() for n, p in average.module.state_dict().items()}
+        new = {n: p.full_tensor() for n, p in model.state_dict().items()}
+        found.append(gathers_masters(model) and all(given[n].equal(p) for n, p in new.items()))
 
     train(model, optimizer, between=follow)
     return everyone(found)
@@ -235,7 +268,8 @@ class Own:
 
 
 def optimizers(name: str) -> dict[str, Any]:
-    """Losses of some steps and the number of steps, by kind of optimizer."""
+    """By kind of optimizer losses of some steps, their number, and whether the next forward
+    computes with the masters that the last step left."""
     found: dict[str, Any] = {}
     kinds: dict[str, Callable[[Any], Any]] = {
         "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, foreach=False),
@@ -251,14 +285,17 @@ def optimizers(name: str) -> dict[str, Any]:
         optimizer = make(model)
         optimizer.sharded = sharded
         losses = train(model, optimizer)
-        found[kind] = [losses, sharded.state_dict()["step"]]
+        found[kind] = [losses, sharded.state_dict()["step"], everyone(gathers_masters(model))]
     return found
 
 
 def own_among_micro_steps(name: str) -> list[Any]:
     """Two micro-steps, by torch and by an optimizer of one's own."""
     found = []
-    for make in (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), lambda m: Own(m, "zeroed")):
+    for make in (
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1, foreach=False),
+        lambda m: Own(m, "zeroed"),
+    ):
         model, sharded, _ = new(name)
         found.append([train(model, make(model), micros=2), sharded.state_dict()["step"]])
     return found

@@ -43,6 +43,7 @@ from tests.loop_jobs import (
     two_forwards,
     unfrozen_within,
 )
+from tests.loop_world import ask
 from zpp_lab.api import _own_dtype
 from zpp_lab.collectives.transport import ProcessGroups
 from zpp_lab.collectives.watchdog import Watchdog
@@ -74,10 +75,25 @@ def jobs(folder: str) -> dict[str, Any]:
         return found | {f"resumed {name}": resumed(name, folder) for name in RESUMED}
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    found: dict[str, Any] = run_world(4, jobs, str(tmp_path_factory.mktemp("kinds")))
-    return found
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+WORLDS = [
+    pytest.param(("2x2", "groups", "cpu"), id="gloo-2x2"),
+    pytest.param(("2x1", "groups", "cpu"), id="gloo-2x1", marks=pytest.mark.slow),
+    pytest.param(("1x2", "groups", "cpu"), id="gloo-1x2", marks=pytest.mark.slow),
+    pytest.param(("2x1", "groups", "cuda"), id="nccl-2x1", marks=[pytest.mark.gpu, two_gpus]),
+    pytest.param(("1x2", "peer", "cuda"), id="peer-1x2", marks=[pytest.mark.gpu, two_gpus]),
+]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def answers(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("kinds")
+    shape, choice, device = request.param
+    if shape == "2x2":
+        found: dict[str, Any] = run_world(4, jobs, str(folder))
+        return found
+    every = [(job.__name__, name) for job in JOBS for name in JOBS[job]]
+    return ask(shape, choice, device, every + [("resumed", name) for name in RESUMED], folder)
 
 
 Answers = dict[str, Any]
@@ -103,9 +119,7 @@ def test_weights_swapped_in_are_used_and_leave_no_trace(name: str, answers: Answ
 
 def test_training_goes_on_from_averaged_weights(answers: Answers) -> None:
     for rank in answers["averaged amsp_node"]:
-        assert len(rank) == STEPS
-        for ours, theirs in rank:
-            assert ours == theirs
+        assert rank == [True] * STEPS
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -113,9 +127,12 @@ def test_steps_end_with_every_kind_of_optimizer(name: str, answers: Answers) -> 
     """No version counter of torch tells of an update by foreach or fused kernels."""
     found = answers[f"optimizers {name}"]
     unseen = ("zeroed", "data") if name == "zero3" else ()  # nothing follows from the step there
-    for kind, (losses, steps) in found.items():
+    # a GPU's fused AdamW rounds otherwise, and codes of quantized gradients follow
+    like = 1e-5 if name in RAW or not torch.cuda.is_available() else 1e-2
+    for kind, (losses, steps, masters) in found.items():
         other, loose = "adamw foreach" if "adamw" in kind else "sgd", 1e-4 if name in RAW else 0.2
-        assert losses == pytest.approx(found[other][0], rel=1e-5), kind
+        assert losses == pytest.approx(found[other][0], rel=like), kind
+        assert all(masters) or name == "w8_then_w4", kind
         assert losses == pytest.approx(answers["optimizers zero3"][kind][0], rel=loose), kind
         assert steps == (0 if kind in unseen else STEPS), kind
     for kind in ("zeroed", "none", "told"):
@@ -157,8 +174,8 @@ def test_gradients_of_other_parameters_on_each_rank_are_named(name: str, answers
     """Of equal and unequal shapes, at once, in a later step, in turns in micro-steps, and where
     some ranks reduce a unit that others do not."""
     found = answers[f"experts {name}"]
-    filled = found.pop("filled", [["", ""]] * 4)
-    assert filled == [["", ""]] * 4, "FSDP2 fills up with zeros"
+    filled = found.pop("filled", None)
+    assert filled is None or all(each == ["", ""] for each in filled), "FSDP2 fills up with zeros"
     assert len(found) == 8
     for case, said in found.items():
         assert same(said), case

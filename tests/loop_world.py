@@ -1,0 +1,137 @@
+"""Loops' jobs on two ranks under torchrun, over NCCL or gloo. A job that fails or hangs ends its
+start; the next start does what is left, so that it costs no other job its answer.
+
+    torchrun --nproc-per-node 2 -m tests.loop_world FOLDER 2x1 groups cuda swapped:amsp_node ...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import loop_jobs
+from zpp_lab.api import init
+from zpp_lab.collectives.peer.choose import connect
+from zpp_lab.collectives.recipe import Recipe
+from zpp_lab.collectives.watchdog import Watchdog
+from zpp_lab.config.schema import ClusterConfig
+
+JOB_SECONDS = 60.0  # of one job; a start has START more
+START = 60.0
+HANGS = 20.0  # seconds after which a transfer ends its rank
+WIDE = 512  # width of models of jobs that compare bits: long transfers show a missing wait
+BITS = ("swapped", "averaged", "forwards", "inference", "own_among_micro_steps", "resumed")
+ROOT = Path(__file__).parents[1]
+
+
+class Answers(dict[str, Any]):
+    """What jobs returned. A test of a job that has failed fails with the ranks' output; one of a
+    recipe that the cluster cannot have is skipped."""
+
+    def __init__(self, shape: str) -> None:
+        super().__init__()
+        self.cluster = cluster_of(shape)
+        self.faults: dict[str, str] = {}
+
+    def __missing__(self, key: str) -> Any:
+        name = key.split()[-1]
+        if not fits(name, self.cluster):
+            pytest.skip(f"{name} needs another cluster")
+        raise AssertionError(self.faults.get(key, f"{key} has not run"))
+
+
+def cluster_of(shape: str) -> ClusterConfig:
+    return ClusterConfig(*map(int, shape.split("x")))
+
+
+def fits(name: str, cluster: ClusterConfig) -> bool:
+    """Whether the cluster has every wire of the recipe, weights_update too."""
+    try:
+        Recipe(loop_jobs.RECIPES[name], cluster)
+    except ValueError:
+        return False
+    return cluster.nodes > 1 or name not in loop_jobs.KEPT
+
+
+def ask(shape: str, choice: str, device: str, jobs: list[tuple[str, str]], folder: Path) -> Answers:
+    """Return the answers of all jobs - a function of tests/loop_jobs.py, a recipe - that fit."""
+    answers = Answers(shape)
+    left = [f"{job}:{name}" for job, name in jobs if fits(name, answers.cluster)]
+    for number in range(2 * len(left)):
+        if not left:
+            break
+        own = folder / f"start{number}"
+        own.mkdir()
+        text = _start([str(own), shape, choice, device, *left], own / "answers", HANGS)
+        found = [json.loads(line) for line in _lines(own / "answers")]
+        answers.update(dict(found))
+        done = len(found)
+        if done < len(left):
+            answers.faults[left[done].replace(":", " ")] = text[-6000:]
+        left = left[done + 1 :] if done or number == 0 else []
+    return answers
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _start(words: list[str], answers: Path, more: float) -> str:
+    """Run torchrun until it has ended, or no answer came for long; its output."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "tests.loop_world", *words]
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1"}
+    environment |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    log = answers.with_suffix(".log")
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+    seen, since = 0, time.monotonic() + START
+    while process.poll() is None:
+        time.sleep(0.05)
+        if (count := len(_lines(answers))) > seen:
+            seen, since = count, time.monotonic()
+        if time.monotonic() - since > JOB_SECONDS + more:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return log.read_text(errors="replace")
+
+
+def main() -> None:
+    folder, shape, choice, device, *jobs = sys.argv[1:]
+    loop_jobs.WORLD.shape = shape
+    loop_jobs.WORLD.device = init("gloo" if device == "cpu" else None)
+    cluster: Any = cluster_of(shape)
+    way: Any = choice
+    transport = connect(cluster, Watchdog(HANGS), way, loop_jobs.WORLD.device)
+    for text in jobs:
+        job, name = text.split(":")
+        loop_jobs.WORLD.width = WIDE if job in BITS else 8
+        more = [folder] if job == "resumed" else []
+        function: Callable[..., Any] = getattr(loop_jobs, job)
+        with patch("zpp_lab.api.connect", lambda *_: transport):
+            found = function(name, *more)
+        if dist.get_rank() == 0:
+            with Path(folder, "answers").open("a") as file:
+                file.write(json.dumps([f"{job} {name}", found]) + "\n")
+        dist.barrier()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
