@@ -13,6 +13,7 @@ import pytest
 from zpp_lab.config.schema import Config, RunConfig
 from zpp_lab.train.launch import launcher
 from zpp_lab.train.launch.cause import USER_ERROR, first_cause, lost_a_peer
+from zpp_lab.train.launch.heartbeat import lost_line, silent
 
 
 @dataclass
@@ -26,8 +27,9 @@ CLOSED = Failed(1, {"message": "RuntimeError: [gloo/pair.cc] Connection closed b
 OURS = Failed(1, {"message": "CollectiveError: rank 0: grads_intra of blocks.3 failed: reset"}, 6)
 KILLED, ABORTED, ENDED = Failed(-9), Failed(-6), Failed(-15)
 RAISED = Failed(1, {"message": "KeyError: 'a'", "extraInfo": {"py_callstack": "KeyError: 'a'"}})
-LOST = "LostRank: rank 0: weights_forward of unit root (world): rank 1 is silent, no sign of life"
-SILENT = Failed(1, {"message": LOST, "lost": 1, "why": "is silent, no sign of life for 9 s"}, 6)
+WHY = silent(9.0)
+LOST = "LostRank: " + lost_line(0, "weights_forward of unit root (world)", 1, WHY)
+SILENT = Failed(1, {"message": LOST, "lost": 1, "why": WHY}, 6)
 GONE = Failed(1, {"message": "LostRank: rank 0: rank 1 is gone", "lost": 1, "why": "is gone"}, 6)
 MISTAKE = Failed(USER_ERROR, {"message": "ValueError: no such file"}, 8)
 
@@ -42,6 +44,7 @@ MISTAKE = Failed(USER_ERROR, {"message": "ValueError: no such file"}, 8)
         ((RAISED, MISTAKE), 1),
         ((RAISED, Failed(1, "KeyError: 'b'", 6)), 1),
         ((SILENT, KILLED), 0),  # by the launcher, as it did not end
+        ((SILENT, KILLED, KILLED), 0),
         ((GONE, KILLED), 1),
         ((SILENT, ENDED, RAISED), 2),
     ],

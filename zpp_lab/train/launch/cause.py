@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 from zpp_lab.files import missing
 
 USER_ERROR = 2  # exit code of a rank that met a user's mistake
+SILENT = "has sent no heartbeat for"  # begins what is said of a rank that stands still
 _ENDED_BY_OTHERS = (-6, -15)  # SIGABRT: a library gave up on its peers; SIGTERM: the launcher
 _LOST = (
     "CollectiveError",  # ours: names the wire and the unit
@@ -105,16 +106,16 @@ FailureT = TypeVar("FailureT", bound=Failure)
 def first_cause(failures: Mapping[int, FailureT]) -> tuple[int, FailureT]:
     """Return the rank whose end explains the others', and its failure. A user's mistake comes
     before what a rank met on its own (its exception, or the signal that killed it), and that before
-    the loss of a peer; then the earlier, then the lower rank. A rank that others found silent was
-    killed for it."""
+    the loss of a peer; then the earlier, then the lower rank. Where a rank has reported silent
+    ones, the launcher killed those that did not end."""
     assert failures
     notes = [f.message for f in failures.values() if isinstance(f.message, Mapping)]
-    silent = [note.get("lost") for note in notes if str(note.get("why")).startswith("is silent")]
+    silent = any(str(note.get("why")).startswith(SILENT) for note in notes)
 
     def order(item: tuple[int, FailureT]) -> tuple[int, int, int]:
         rank, failure = item
         kind, when = _order(failure)
-        return (3 if rank in silent and failure.exitcode == -9 else kind), when, rank
+        return (3 if silent and failure.exitcode == -9 else kind), when, rank
 
     return min(failures.items(), key=order)
 

@@ -31,6 +31,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zpp_lab.train.launch.cause import SILENT
+
 BEAT = 1.0  # seconds
 PATIENCE = 5 * BEAT  # with a rank that is silent after a transfer has failed or is late
 FAILED = "ended the run"  # begins what is state of a rank that failed by itself
@@ -185,8 +187,7 @@ class Hub:
 def silent(seconds: float, more: list[int] | None = None) -> str:
     others = f" (nor have ranks {', '.join(map(str, more))})" if more else ""
     return (
-        f"has sent no heartbeat for {seconds:.0f} s{others}: it was stopped or killed, or its "
-        "machine or link failed"
+        f"{SILENT} {seconds:.0f} s{others}: it was stopped or killed, or its machine or link failed"
     )
 
 
