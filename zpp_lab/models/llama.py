@@ -41,6 +41,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import fused
+from zpp_lab.models.generate import Cache
 from zpp_lab.models.llama_hf import LlamaStart
 from zpp_lab.models.loss import chunked_losses, chunked_scores, mean_of, times, whole_scores
 from zpp_lab.models.start import RunStart, SeededStart, Start
@@ -153,8 +154,12 @@ class Rope:
         turns_of = torch.from_numpy(np.exp(1j * angles).astype(np.complex64))
         return torch.view_as_real(turns_of)[:, None]
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotate neighbouring pairs of x [batch, length, heads, head_dim] by their position."""
+    def rotate(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        """Rotate neighbouring pairs of x [batch, length, heads, head_dim] by their position: the
+        place in the row, or with a cache each token's own."""
+        if cache is not None:
+            table = self.table(cache.slots, x.device)[cache.positions]
+            return complex_product(x.float().unflatten(-1, (-1, 2)), table).flatten(-2).to(x.dtype)
         table = self.table(x.shape[1], x.device)
         if fused.serves(x):
             return fused.rotated(x, table)
@@ -193,11 +198,18 @@ class Attention(nn.Module):
             for _ in "qk"
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None, layer: int = 0) -> Tensor:
         split = (-1, self.head_dim)
-        q = self.rope.rotate(self.q_norm(self.wq(x).unflatten(-1, split)))
-        k = self.rope.rotate(self.k_norm(self.wk(x).unflatten(-1, split)))
+        q = self.rope.rotate(self.q_norm(self.wq(x).unflatten(-1, split)), cache)
+        k = self.rope.rotate(self.k_norm(self.wk(x).unflatten(-1, split)), cache)
         v = self.wv(x).unflatten(-1, split)
+        if cache is not None:
+            keys, values = cache.update(layer, k, v)
+            grouped, mask = self.grouped, cache.mask
+            out = F.scaled_dot_product_attention(
+                q.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=grouped
+            )
+            return self.wo(out.transpose(1, 2).flatten(-2))
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -237,7 +249,10 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp = SwiGLU(cfg)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None, layer: int = 0) -> Tensor:
+        if cache is not None:
+            x = x + self.attention(self.attention_norm(x), cache, layer)
+            return x + self.mlp(self.mlp_norm(x))
         # Inside the block, so that whoever wraps the block gathers its weights once a pass.
         if not self.checkpoint or not torch.is_grad_enabled():
             return self._compute(x)
@@ -287,23 +302,26 @@ class Llama(nn.Module):
         targets: Tensor | None = None,
         share: Tensor | None = None,
         each: bool = False,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Return the mean cross-entropy in nats (fp32 scalar), or logits when there are no targets.
         tokens, targets: int64 [batch, length]. Logits: [batch, length, vocab] in the parameters'
         dtype. `share`: see `mean_of`, for targets that do not all count. `each`: every target's own
-        scores (`token_scores`), fp32 [2, batch · length]; the loss of one that is IGNORED is 0."""
+        scores (`token_scores`), fp32 [2, batch · length]; the loss of one that is IGNORED is 0.
+        `cache`, for generation: logits [batch, vocab] of the places that it wants."""
         # Here, so that no compiled block ever makes a table: the others would find it made, and
         # be compiled a second time.
-        self.rope.table(tokens.shape[1], tokens.device)
+        self.rope.table(tokens.shape[1] if cache is None else cache.slots, tokens.device)
         x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        x = self.norm(x)
+        for i, layer in enumerate(self.layers):
+            x = layer(x) if cache is None else layer(x, cache, i)
+        x = self.norm(x if cache is None else cache.wanted(x))
         # A tied head reads the embedding here rather than sharing a Parameter object:
         # materialising a meta model would silently break the sharing.
         head = self.embed.weight if self.head is None else self.head.weight
         if targets is None:
-            return F.linear(x, head)
+            logits = F.linear(x, head)
+            return logits if cache is None else logits[:, 0]
         if self.cfg.loss_chunk or self.cfg.z_loss:
             rows, chunk = x.flatten(0, 1), self.cfg.loss_chunk or targets.numel()
             if each:
