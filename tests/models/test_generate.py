@@ -32,9 +32,7 @@ def rows(order: list[int], width: int = 8) -> dict[str, Tensor]:
     return {name: tensor[order] for name, tensor in every.items()}
 
 
-def run(
-    model: Any, batch: dict[str, Tensor], temperature: float = 1.0, **other: Any
-) -> Completions:
+def run(model: Any, batch: dict[str, Tensor], **other: Any) -> Completions:
     settings = {"key": KEY, "max_new": NEW, "end": END, "temperature": 1.0} | other
     return generate(model, **batch, **{"all_done": bool} | settings)
 
