@@ -27,6 +27,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -163,14 +164,17 @@ def arm_checks(runs: Runs, arm: str, tell: Callable[..., None], wanted: set[str]
         return f"{runs.steps} steps, all files equal"
 
     tell(f"whole {arm}", undisturbed)
+    more: dict[str, Callable[[], str]] = {}
     if "kill" in wanted:
-        tell(f"kill {arm}", partial(killed, runs, arm, runs.work / whole))
+        more[f"kill {arm}"] = partial(killed, runs, arm, runs.work / whole)
     if "across" in wanted:
         for first in (True, False):
             how = "graph to eager" if first else "eager to graph"
-            tell(f"across {arm}, {how}", partial(across, runs, arm, first, runs.work / whole))
+            more[f"across {arm}, {how}"] = partial(across, runs, arm, first, runs.work / whole)
     if "across" in wanted and arm == "zeropp-1x2":
-        tell("across zeropp, 1x2 to 2x1", partial(other_shape, runs, runs.work / whole))
+        more["across zeropp, 1x2 to 2x1"] = partial(other_shape, runs, runs.work / whole)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(tell, more.keys(), more.values()))
 
 
 def killed(runs: Runs, arm: str, whole: Path) -> str:
@@ -302,18 +306,18 @@ def memory(runs: Runs, arm: str) -> str:
     return f"reserved and each rank's tensors: {', '.join(f'{s:.3f}' for s in shares)}"
 
 
-def loops(runs: Runs) -> str:
-    worlds = "gloo-2x1 or gloo-1x2" if runs.cpu else "nccl-2x1 or peer-1x2"
+def loops(runs: Runs, shape: str) -> str:
+    world = f"{'gloo' if runs.cpu else 'nccl' if shape == '2x1' else 'peer'}-{shape}"
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider"]
-    command += ["-p", "no:hydra_pytest", "tests/test_loop_kinds.py", "-k", worlds]
-    log = runs.log("loops")
+    command += ["-p", "no:hydra_pytest", "tests/test_loop_kinds.py", "-k", world]
+    log = runs.log(f"loops-{shape}")
     with log.open("wb") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
         process.wait(400)
     text = log.read_text(errors="replace")
     states = re.findall(r"^(PASSED|FAILED|ERROR) \S+?::(\S+)", text, re.MULTILINE)
     rows = {test: state for state, test in states}
-    (runs.out / "loops.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (runs.out / f"loops-{shape}.json").write_text(json.dumps(rows, indent=1) + "\n")
     bad = [test for test, state in rows.items() if state != "PASSED"]
     if bad or not rows or process.returncode:
         raise Check(f"{len(bad)} of {len(rows)} failed, exit {process.returncode}: {bad}")
@@ -346,23 +350,28 @@ def main() -> int:
     facts = {"machine": machine_facts(), "commit": commit(), "versions": versions()}
     rows: list[dict[str, Any]] = []
 
+    places, writing = threading.BoundedSemaphore(args.beside), threading.Lock()
+
     def tell(name: str, check: Callable[[], str]) -> None:
-        start = time.monotonic()
-        try:
-            row = {"name": name, "good": True, "said": check()}
-        except (Check, EmulationError, OSError, ValueError, subprocess.TimeoutExpired) as error:
-            row = {"name": name, "good": False, "said": f"{type(error).__name__}: {error}"}
-        row["seconds"] = round(time.monotonic() - start, 1)
-        rows.append(row)
+        with places:
+            start = time.monotonic()
+            try:
+                row = {"name": name, "good": True, "said": check()}
+            except (Check, EmulationError, OSError, ValueError, subprocess.TimeoutExpired) as error:
+                row = {"name": name, "good": False, "said": f"{type(error).__name__}: {error}"}
+            row["seconds"] = round(time.monotonic() - start, 1)
         line = f"{row['said']}".replace("\n", " | ")[:400]
-        print(f"{'ok ' if row['good'] else 'BAD'} {name} ({row['seconds']} s): {line}", flush=True)
-        text = json.dumps({**facts, "results": rows}, indent=1) + "\n"
-        (args.out / "graph_faults.json").write_text(text)
+        with writing:
+            rows.append(row)
+            good = "ok " if row["good"] else "BAD"
+            print(f"{good} {name} ({row['seconds']} s): {line}", flush=True)
+            text = json.dumps({**facts, "results": rows}, indent=1) + "\n"
+            (args.out / "graph_faults.json").write_text(text)
 
     limits = {"timeout": (20.0, 600.0), "silence": (300.0, 10.0)}
     checks: list[Callable[[], None]] = []
     if "loops" in wanted:
-        checks.append(partial(tell, "loops", partial(loops, runs)))
+        checks += [partial(tell, f"loops {s}", partial(loops, runs, s)) for s in ("2x1", "1x2")]
     if wanted & {"whole", "kill", "across"}:
         checks += [partial(arm_checks, runs, arm, tell, wanted) for arm in args.arms.split(",")]
     for on in (True, False):
@@ -380,7 +389,7 @@ def main() -> int:
     if "memory" in wanted:
         checks.append(partial(tell, "memory", partial(memory, runs, "zeropp-1x2")))
     began = time.monotonic()
-    with ThreadPoolExecutor(args.beside) as pool:
+    with ThreadPoolExecutor(len(checks)) as pool:
         for job in [pool.submit(check) for check in checks]:
             job.result()
     bad = [row["name"] for row in rows if not row["good"]]
