@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 from zpp_lab.config.codec import STRICT, Count, Positive, need
 
 TURNS = "turns"  # in place of a template's file
+TASKS = ("addition", "sums")  # made by data/tasks.py, so they need no file
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -52,11 +53,13 @@ class RecordConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
-    name: Literal["stdlib", "installation", "text", "jsonl", "hf"] = "stdlib"
+    name: Literal["stdlib", "installation", "text", "jsonl", "hf", "addition", "sums"] = "stdlib"
     path: str | None = None  # file or folder for `text`, dataset for `hf`, more `installation`
     suffixes: list[str] = field(default_factory=lambda: [".py"])  # of files of `installation`
     mask_prompt: bool = True  # jsonl: the loss counts completions only
     records: RecordConfig = field(default_factory=RecordConfig)  # jsonl
+    # addition, sums: share of the answers in which one digit is random, to be unlearnt by rewards
+    wrong: Annotated[float, Field(ge=0, le=1)] = 0.0
     subset: str | None = None  # of an `hf` dataset
     split: str = "train"  # of an `hf` dataset
     column: str = "text"  # where a row of an `hf` dataset keeps its text
@@ -73,16 +76,16 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         need(
-            self.draw_ranks == 0 or self.name != "jsonl",
-            f"data.draw_ranks={self.draw_ranks} with data.name=jsonl: its records are drawn by the "
-            "cluster's ranks; use 0",
+            self.draw_ranks == 0 or not self.has_records,
+            f"data.draw_ranks={self.draw_ranks} with data.name={self.name}: its records are drawn "
+            "by the cluster's ranks; use 0",
         )
         need(
             all(s.startswith(".") and len(s) > 1 for s in self.suffixes) and bool(self.suffixes),
             f"data.suffixes={self.suffixes}: name endings of files, such as [.py,.h]",
         )
         need(
-            self.name in ("stdlib", "installation") or bool(self.path),
+            self.name in ("stdlib", "installation", *TASKS) or bool(self.path),
             f"data.name={self.name} needs data.path (a file, a folder or a dataset's name)",
         )
         need(
@@ -102,3 +105,12 @@ class DataConfig:
             self.tokenizer == "hf" or self.end_token is None,
             "data.end_token: only data.tokenizer=hf reads it; set that, or leave it out",
         )
+        need(
+            self.name in TASKS or self.wrong == 0,
+            f"data.wrong={self.wrong:g}: only data.name=addition or sums reads it; leave it out",
+        )
+
+    @property
+    def has_records(self) -> bool:
+        """Whether documents are records, of prompts and completions."""
+        return self.name in ("jsonl", *TASKS)

@@ -21,7 +21,7 @@ class RlConfig:
     temperature: AboveZero = 1.0
     top_p: float = 1.0  # 1 and 0: sampled from the whole distribution, as the loss assumes
     top_k: Count = 0
-    clip: Annotated[float, Field(gt=0, lt=1)] = 0.2  # of the ratio of new to old probability
+    clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2  # of the ratio of new to old probability
     kl: NotNegative = 0.0  # weight of the KL penalty to the start's policy
     # truncated importance sampling: by how much training's forward differs from the rollout's
     correction: Literal["none", "token", "sequence"] = "none"

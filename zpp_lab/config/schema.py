@@ -25,6 +25,7 @@ from zpp_lab.config.recipe import PhaseConfig as PhaseConfig
 from zpp_lab.config.recipe import RecipeConfig
 from zpp_lab.config.recipe import RuleConfig as RuleConfig
 from zpp_lab.config.recipe import ShardingConfig as ShardingConfig
+from zpp_lab.config.rl import RlConfig
 
 # Held-out tokens below which no verdict is given, and below which there is a warning. All seeds
 # share the held-out text, and few documents say little of how much others differ. By the documents
@@ -260,6 +261,7 @@ class RunConfig:
 @dataclass(frozen=True, config=_STRICT)
 class Config:
     seed: int = 1
+    task: Literal["text", "rl"] = "text"  # rl: learn from rewards of sampled completions
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
@@ -267,6 +269,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     ops: OpsConfig = field(default_factory=OpsConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    rl: RlConfig = field(default_factory=RlConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
@@ -291,8 +294,39 @@ class Config:
             "run.memory=drop needs another run's state: leave it out, or set run.start_from or "
             "model.start_optimizer",
         )
+        if self.task == "rl":
+            self._check_rl()
         _ = self.optimization  # beta2_tokens may be out of range
         _ = self.phases
+
+    def _check_rl(self) -> None:
+        rl, train = self.rl, self.train
+        _need(
+            self.data.has_records,
+            f"task=rl needs prompts, which data.name={self.data.name} has not: use data=jsonl with "
+            "data.path, data=addition or data=sums",
+        )
+        _need(bool(rl.rewards), "task=rl needs rl.rewards, such as rl.rewards=[exact]")
+        _need(
+            self.engine.name != "deepspeed", "task=rl: engine=deepspeed cannot generate; use fsdp"
+        )
+        _need(
+            not self.model.z_loss,
+            f"model.z_loss={self.model.z_loss:g}: task=rl has no cross-entropy; leave it out",
+        )
+        _need(
+            rl.timeout < self.engine.timeout_seconds or not self.engine.ranked,
+            f"rl.timeout={rl.timeout:g}: the other ranks wait for rewards, but at most "
+            f"engine.timeout_seconds={self.engine.timeout_seconds:g}; set a shorter rl.timeout",
+        )
+        asked, each = rl.prompts * rl.samples, train.micro_steps * self.cluster.world
+        held = rl.steps_per_rollout * each * train.batch_size
+        _need(
+            asked == held,
+            f"rl.prompts={rl.prompts} of rl.samples={rl.samples} are {asked} completions, but "
+            f"rl.steps_per_rollout={rl.steps_per_rollout} steps of {each} micro-batches of "
+            f"train.batch_size={train.batch_size} hold {held}: set them to agree",
+        )
 
     @property
     def phases(self) -> tuple[Phase, ...]:

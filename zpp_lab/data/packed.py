@@ -199,14 +199,19 @@ class PackedData:
 
     def _places(self, seed: int, first: int, count: int) -> np.ndarray:
         """Return which sequences the `count` turns from `first` on take, int64 [count]."""
-        epochs, at = np.divmod(np.arange(first, first + count), len(self.train))
-        orders = {int(e): _order(seed, int(e), len(self.train)) for e in np.unique(epochs)}
-        return np.array([orders[int(e)][i] for e, i in zip(epochs, at, strict=True)])
+        return shuffled(seed, first, count, len(self.train))
 
     def _batch(self, split: Sequences, places: np.ndarray) -> tuple[Tensor, Tensor]:
         rows = [split.row(place, self.seq_len, self.end)[:2] for place in places]
         inputs, targets = (torch.from_numpy(np.stack(side)) for side in zip(*rows, strict=True))
         return inputs, targets
+
+
+def shuffled(seed: int, first: int, count: int, size: int) -> np.ndarray:
+    """Return which of `size` things the `count` turns from `first` on take, int64 [count]."""
+    epochs, at = np.divmod(np.arange(first, first + count), size)
+    orders = {int(e): _order(seed, int(e), size) for e in np.unique(epochs)}
+    return np.array([orders[int(e)][i] for e, i in zip(epochs, at, strict=True)])
 
 
 @lru_cache(maxsize=4)

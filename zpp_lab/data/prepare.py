@@ -60,9 +60,9 @@ def open_corpus(cfg: DataConfig) -> Corpus:
     if cfg.name == "installation":
         extra = Path(cfg.path) if cfg.path else None
         return installation_corpus(extra, cfg.max_bytes, tuple(cfg.suffixes))
-    assert cfg.path is not None, "DataConfig asks for a path"
-    if cfg.name == "jsonl":
+    if cfg.has_records:
         return record_corpus(cfg)
+    assert cfg.path is not None, "DataConfig asks for a path"
     if cfg.name == "text":
         return text_corpus(Path(cfg.path), cfg.max_bytes)
     return HubCorpus(cfg.path, cfg.subset, cfg.split, cfg.column, cfg.max_bytes)

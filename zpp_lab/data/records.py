@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from zpp_lab.config.data import DataConfig, RecordConfig
+from zpp_lab.config.data import TASKS, DataConfig, RecordConfig
 from zpp_lab.data.chat import (
     ChatTemplate,
     Findings,
@@ -32,6 +32,7 @@ from zpp_lab.data.chat import (
     tools_of,
 )
 from zpp_lab.data.corpus import FileCorpus, text_corpus
+from zpp_lab.data.tasks import task_files
 from zpp_lab.data.tokenizer import Tokenizer, token_dtype
 from zpp_lab.files import named_once
 
@@ -81,22 +82,28 @@ class RecordCorpus:
     def records(self, found: Findings | None = None) -> Iterator[tuple[str, list[Part]]]:
         """Yield (file:line, parts); ValueError names both. `found` collects notes for users."""
         found = found or Findings()
+        for name, place, line in self.lines():
+            try:
+                parts = parts_of(line, self.fields, place, found, self.template)
+            except ValueError as error:
+                raise ValueError(f"data: {place}: {error}") from None
+            yield name, parts
+
+    def lines(self) -> Iterator[tuple[str, str, bytes]]:
+        """Yield (file:line, the place for messages, its content) of each record."""
         for file, (name, content) in zip(self.files.files, self.files.documents(), strict=True):
             lines = content.split(b"\n")
             if file.take < file.size:  # cut by data.max_bytes, most likely inside a line
                 lines.pop()
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    place = f"{self.files.root / name}, line {number}"
-                    try:
-                        parts = parts_of(line, self.fields, place, found, self.template)
-                    except ValueError as error:
-                        raise ValueError(f"data: {place}: {error}") from None
-                    yield f"{name}:{number}", parts
+                    yield f"{name}:{number}", f"{self.files.root / name}, line {number}", line
 
 
 def record_corpus(cfg: DataConfig) -> RecordCorpus:
-    """Open the file `data.path`, or every *.jsonl below that folder."""
+    """Open the file `data.path`, every *.jsonl below that folder, or a made task."""
+    if cfg.name in TASKS:
+        return RecordCorpus(task_files(cfg), cfg.records)
     assert cfg.path is not None, "DataConfig asks for a path"
     path = Path(cfg.path)
     files = text_corpus(path, cfg.max_bytes, ".jsonl" if path.expanduser().is_dir() else "")

@@ -32,7 +32,7 @@ def open_data(cfg: DataConfig) -> TokenData | PackedData:
     for text that is missing, unreadable or too short for `cfg.seq_len`, OSError when the token
     files cannot be written."""
     folder, meta = prepared(open_corpus(cfg), cfg)
-    if cfg.name == "jsonl":
+    if cfg.has_records:
         return _packed(folder, meta, cfg)
     for split, what in (("train", "training"), ("heldout", "held-out")):
         if meta["tokens"][split] <= cfg.seq_len:

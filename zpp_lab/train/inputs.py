@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.compose import run_dir
-from zpp_lab.config.data import DataConfig
+from zpp_lab.config.data import TASKS, DataConfig
 from zpp_lab.config.flat import stored_config
 from zpp_lab.config.model import check_model_path
 from zpp_lab.config.schema import Config
@@ -157,10 +157,10 @@ def _data(config: Config) -> None:
 
 def _data_path(cfg: DataConfig, text: str) -> None:
     path = Path(text).expanduser()
-    if cfg.name == "stdlib":
+    if cfg.name in ("stdlib", *TASKS):
         raise ValueError(
-            f"data.path={text}: data=stdlib does not read it; add data=text, data=jsonl (records) "
-            "or data=installation (all Python source, and that folder)"
+            f"data.path={text}: data={cfg.name} does not read it; add data=text, data=jsonl "
+            "(records) or data=installation (all Python source, and that folder)"
         )
     if path.exists() or (cfg.name == "hf" and not looks_like_folder(text)):
         return

@@ -56,7 +56,7 @@ class Case:
         new = torch.from_numpy(self.new).requires_grad_()
         losses = -new * torch.from_numpy(self.counted)  # a model gives 0 where nothing counts
         pairs = zip(losses.chunk(parts), torch.from_numpy(made).chunk(parts), strict=True)
-        each = [policy_loss(x.flatten(), c, share, rl.clip, rl.by_sequence) for x, c in pairs]
+        each = [policy_loss(x.flatten(), c, share, rl.clip_ratio, rl.by_sequence) for x, c in pairs]
         loss = torch.stack(each).mean()
         loss.backward()
         assert new.grad is not None
@@ -73,7 +73,7 @@ class Case:
             own = own / (grouped.std(1).repeat_interleave(SAMPLES) + 1e-4)
         ratio = torch.exp(new - old)
         own = own[:, None]
-        each = -torch.min(ratio * own, ratio.clamp(1 - rl.clip, 1 + rl.clip) * own)
+        each = -torch.min(ratio * own, ratio.clamp(1 - rl.clip_ratio, 1 + rl.clip_ratio) * own)
         apart = (old - sampled) * mask
         if rl.correction == "sequence":
             apart = apart.sum(-1, keepdim=True)
@@ -103,7 +103,9 @@ class Case:
         if rl.scales:
             own = (own - own.mean()) / (own.std() + 1e-4)
         ratio = torch.exp((new * mask).sum(1) - (old * mask).sum(1))
-        loss = -torch.min(ratio * own, ratio.clamp(1 - rl.clip, 1 + rl.clip) * own).mean()
+        loss = -torch.min(
+            ratio * own, ratio.clamp(1 - rl.clip_ratio, 1 + rl.clip_ratio) * own
+        ).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         assert new.grad is not None
         return float(loss.detach()), new.grad
@@ -155,11 +157,13 @@ def test_an_importance_weight_is_capped_and_padding_has_none() -> None:
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
 def test_clipping_is_inert_before_the_weights_change(algorithm: str) -> None:
     case = Case(spread=0.0)
-    found = [case.ours(settings(algorithm=algorithm, clip=clip)) for clip in (0.01, 0.99)]
+    found = [case.ours(settings(algorithm=algorithm, clip_ratio=clip)) for clip in (0.01, 0.99)]
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
     assert bool(found[0][1].any())
-    apart = [Case().ours(settings(algorithm=algorithm, clip=clip))[0] for clip in (0.01, 0.99)]
+    apart = [
+        Case().ours(settings(algorithm=algorithm, clip_ratio=clip))[0] for clip in (0.01, 0.99)
+    ]
     assert apart[0] != apart[1]  # once they have
 
 
@@ -200,7 +204,7 @@ def test_the_gradient_is_that_of_the_expected_reward(algorithm: str) -> None:
         own = advantages(reward[a, b].view(-1, samples).numpy(), rl).ravel()
         made = torch.from_numpy(constants(own, old, old, counted, None, rl))
         share = torch.tensor([1, len(a)])  # each completion's tokens together
-        loss = policy_loss(-new.flatten(), made, share, rl.clip, rl.by_sequence)
+        loss = policy_loss(-new.flatten(), made, share, rl.clip_ratio, rl.by_sequence)
         grads = torch.autograd.grad(-loss * factor, logits)
         found.append(torch.cat([g.flatten() for g in grads]))
     every = torch.stack(found)

@@ -102,7 +102,7 @@ def _check_recipe(config: Config) -> None:
         ),
         (config.train.residual_lr == 1, f"train.residual_lr={config.train.residual_lr} (use 1)"),
         (
-            config.data.name != "jsonl" or not config.data.mask_prompt,
+            not config.data.has_records or not config.data.mask_prompt,
             "masked prompts (use data.mask_prompt=false)",
         ),
         (config.train.accumulate == "every", "train.accumulate=last (use every)"),
