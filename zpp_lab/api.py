@@ -174,7 +174,7 @@ def shard(
     sent = DTYPES[param_dtype], DTYPES[reduce_dtype]
     phases = {first: Recipe(c, picked.cluster, *sent) for first, c in _phases(config, steps)}
     checked = phases[0]
-    plan = Plan.build(cut_units(model, cut, checked.shards), checked, gather=gather)
+    plan = Plan.build(cut_units(model, cut, checked.shards), checked, gather=gather, rollouts=True)
     plans = {first: plan.under(each) if first else plan for first, each in phases.items()}
     if not picked.whole and any(each.memories for each in plans.values()):
         raise ValueError(

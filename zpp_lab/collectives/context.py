@@ -71,6 +71,7 @@ class Clock:
     last: bool = True  # the step's last micro-step
     grad: bool = True  # a backward follows this forward: keep what it needs
     master: bool = False  # gathers bring the master weights' own bytes, not the recipe's
+    rolling: bool = False  # gathers outside of backward are for generation
     observer: Observer | None = None
     # of a step that a CUDA graph captures: (micro-step, wire, ranks, rows) → noise on the device
     drawn: Callable[[int, Wire, tuple[int, ...], tuple[int, ...]], Noise] | None = None

@@ -34,7 +34,7 @@ from zpp_lab.collectives.traffic import (
     secondary_traffic,
 )
 from zpp_lab.collectives.transport import LINKS, Link, Shipment, Transport
-from zpp_lab.config.wires import BACKWARD, FORWARD, GATHERS, Wire
+from zpp_lab.config.wires import BACKWARD, FORWARD, GATHERS, ROLLOUT, Wire
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class GatherSpec:
     stored: int = 0
     kept: bool = False
     shards: int = 0
+    rollout: Layout | None = None  # of gathers for generation, where there are any
 
 
 @dataclass(slots=True)
@@ -96,16 +97,21 @@ class Gather:
         self.raw = Layout.build([s.name for s in segments], [s.numel for s in segments], raw)
         self.live: dict[int, Layout] = {}  # of a layout, what is encoded
         self.planned: dict[tuple[int, bool], Traffic] = {}  # by layout, and whether kept
-        self.labels = {(w, k): self._label(w, k) for w in GATHERS for k in LINKS}
+        wires = (*GATHERS, ROLLOUT)
+        self.labels = {(w, k): self._label(w, k) for w in wires for k in LINKS}
         self._reserve()
 
     def release(self) -> None:
         """Forget what hpZ kept: the weights have changed, or no backward will come."""
         self.secondary = None
 
+    def wire(self, backward: bool) -> Wire:
+        """Return the wire of a gather that begins now."""
+        return BACKWARD if backward else ROLLOUT if self.clock.rolling else FORWARD
+
     def pack(self, shards: Sequence[Tensor], backward: bool) -> Packet:
         """Encode this rank's padded shards, flat, one per segment."""
-        wire = BACKWARD if backward else FORWARD
+        wire = self.wire(backward)
         if self.rows is not None and not self.clock.master:
             return self._pack_rows(wire, self.rows())
         again = backward and self.spec.secondary and not self.clock.master
@@ -180,6 +186,9 @@ class Gather:
     def _layout(self, wire: Wire) -> Layout:
         if self.clock.master:
             return self.raw
+        if wire == ROLLOUT:
+            assert self.spec.rollout is not None, "no rollouts were planned"
+            return self.spec.rollout
         return self.spec.forward if wire == FORWARD else self.spec.backward
 
     def _put_base(self, layout: Layout, row: Tensor) -> tuple[Layout, Tensor]:
@@ -195,7 +204,9 @@ class Gather:
     def _reserve(self) -> None:
         if self.shards == 1 < self.cluster.world:
             return  # every rank has all weights
-        row = max(layout.nbytes for layout in (self.raw, self.spec.forward, self.spec.backward))
+        spec = self.spec
+        every = (self.raw, spec.forward, spec.backward, spec.rollout or self.raw)
+        row = max(layout.nbytes for layout in every)
         if self.spec.hierarchical:
             self.transport.reserve("gather", "across", row)
             self.transport.reserve("gather", "local", row * self.cluster.nodes)

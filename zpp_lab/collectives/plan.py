@@ -42,7 +42,7 @@ from zpp_lab.collectives.traffic import (
     update_traffic,
 )
 from zpp_lab.config.schema import Config
-from zpp_lab.config.wires import BACKWARD, FORWARD, UPDATE, WIRES, Wire, wires_among
+from zpp_lab.config.wires import BACKWARD, FORWARD, ROLLOUT, UPDATE, WIRES, Wire, wires_among
 
 Bytes = dict[Wire, Traffic]
 
@@ -137,9 +137,14 @@ class UnitPlan:
         """The frozen base alone, the same on both wires."""
         return self.forward.select(self.unit.stored)
 
+    @cached_property
+    def rollout(self) -> Layout:
+        return self._layout(ROLLOUT)
+
     def live(self, wire: Wire) -> Layout:
         """What a gather on `wire` encodes anew: all but the frozen base."""
-        layout = self.forward if wire == FORWARD else self.backward
+        layouts = {FORWARD: self.forward, BACKWARD: self.backward, ROLLOUT: self.rollout}
+        layout = layouts[wire]
         return layout.select({s.name for s in layout.segments} - self.unit.stored)
 
     @cached_property
@@ -242,6 +247,12 @@ class UnitPlan:
             legs.append(Leg(BACKWARD, self.backward, traffic, backwards))
         return legs
 
+    def rollout_legs(self, gathers: int) -> list[Leg]:
+        """Return what so many gathers for generation send."""
+        if self.recipe.shards == 1:
+            return []
+        return [Leg(ROLLOUT, self.rollout, self._gathered(self.rollout), gathers)]
+
     def _gathered(self, layout: Layout, secondary: bool = False) -> Traffic:
         recipe, cluster = self.recipe, self.recipe.cluster
         if recipe.config.copied:
@@ -282,6 +293,7 @@ class Plan:
     recipe: Recipe
     micro_steps: int = 1
     accumulate_last: bool = False
+    rollouts: bool = False  # whether weights are gathered for generation too
 
     @classmethod
     def build(
@@ -292,6 +304,7 @@ class Plan:
         micro_steps: int = 1,
         accumulate: str = "every",
         gather: str = "auto",
+        rollouts: bool = False,
     ) -> Plan:
         """ValueError where this model would get less than the recipe asks for: a pattern or a rule
         that matches none of its parameters, a wire that asks for bits and carries none."""
@@ -300,7 +313,11 @@ class Plan:
         hierarchical = several and gather != "flat" and not recipe.config.copied
         last = accumulate == "last" or recipe.config.parts[1] == "none"
         plan = cls(
-            tuple(UnitPlan(unit, recipe, hierarchical) for unit in units), recipe, micro_steps, last
+            tuple(UnitPlan(unit, recipe, hierarchical) for unit in units),
+            recipe,
+            micro_steps,
+            last,
+            rollouts,
         )
         plan._check()
         return plan
@@ -359,6 +376,12 @@ class Plan:
         use = use or self.all_used()
         return leg_bytes(leg for unit in self.units for leg in unit.legs(use))
 
+    def rollout_bytes(self, passes: int | None) -> Bytes:
+        """Bytes that all ranks together send for generation: with each unit gathered once (None),
+        or for each of so many passes, where weights do not stay whole (stage 3)."""
+        gathers = 1 if passes is None else passes if self.recipe.config.again else min(1, passes)
+        return leg_bytes(leg for unit in self.units for leg in unit.rollout_legs(gathers))
+
     def quantized_share(self) -> dict[Wire, float]:
         """Of a step's bytes on each wire that sends any, the part that codecs made; no sham's."""
         return quantized_share([(1, self)])
@@ -391,7 +414,8 @@ def _check_bits(plan: Plan) -> None:
     if recipe.cluster.world == 1:
         return  # which `Recipe` has looked at
     wires: dict[Wire, dict[str, Codec]] = {}
-    for leg in (leg for u in units for leg in u.legs()):
+    rolled = [leg for u in units for leg in u.rollout_legs(1)] if plan.rollouts else []
+    for leg in (*(leg for u in units for leg in u.legs()), *rolled):
         if WIRES[leg.wire].pattern != "hop" or leg.wire in recipe.hops:
             live = (s for s in leg.layout.segments if s.name not in plan.stored)
             wires.setdefault(leg.wire, {}).update((s.name, s.codec) for s in live)

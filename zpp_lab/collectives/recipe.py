@@ -28,7 +28,17 @@ from zpp_lab.config.schema import (
     RecipeConfig,
     RuleConfig,
 )
-from zpp_lab.config.wires import BACKWARD, FORWARD, GATHERS, INTER, INTRA, UPDATE, WIRES, Wire
+from zpp_lab.config.wires import (
+    BACKWARD,
+    FORWARD,
+    GATHERS,
+    INTER,
+    INTRA,
+    ROLLOUT,
+    UPDATE,
+    WIRES,
+    Wire,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RAW = CodecConfig(codec="none")
@@ -315,7 +325,7 @@ def _check_shard(recipe: Recipe) -> None:
             f"recipe {config.name}: {said} needs several nodes with several GPUs each, not "
             f"{nodes} × {local}; use {said.rpartition('=')[0]}=world"
         )
-    idle = [wire for wire in GATHERS if not recipe.wire(wire).raw]
+    idle = [wire for wire in (*GATHERS, ROLLOUT) if not recipe.wire(wire).raw]
     if recipe.shards == 1 and nodes * local > 1 and idle:
         raise ValueError(
             f"recipe {config.name}: with {said} every rank holds all weights, so "
@@ -342,7 +352,7 @@ def _check_kept(recipe: Recipe) -> None:
             "uncompressed weights arrive exactly, without differences; set "
             "recipe.weights_update.bits, or update=weights"
         )
-    inside = [w for w in GATHERS if recipe.asks(w)]
+    inside = [w for w in (*GATHERS, ROLLOUT) if recipe.asks(w)]
     if inside and recipe.kept and cluster.gpus_per_node == 1:
         raise ValueError(
             f"recipe {config.name}: with one GPU a node nothing is sent inside nodes, so "

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from zpp_lab.config.codec import STRICT as _STRICT
 from zpp_lab.config.codec import CodecConfig, ExemptConfig
 from zpp_lab.config.codec import need as _need
-from zpp_lab.config.wires import WIRES, Wire
+from zpp_lab.config.wires import ROLLOUT, WIRES, Wire
 
 Part = Literal["none", "node", "world"]
 Parts = tuple[Part, Part, Part]  # of weights, gradients, optimizer
@@ -124,6 +124,7 @@ class RecipeConfig:
     grads_intra: CodecConfig = field(default_factory=CodecConfig)
     grads_inter: CodecConfig = field(default_factory=CodecConfig)
     weights_update: CodecConfig = field(default_factory=CodecConfig)
+    weights_rollout: CodecConfig = field(default_factory=CodecConfig)  # in every phase
     exempt: ExemptConfig = field(default_factory=ExemptConfig)
     rules: list[RuleConfig] = field(default_factory=list)
     phases: list[PhaseConfig] = field(default_factory=list)
@@ -176,6 +177,12 @@ class RecipeConfig:
         weights, _, optimizer = self.parts
         whole = weights == "none" and self.sharding.update == "differences"
         return optimizer == "world" and (weights == "node" or whole)
+
+    @property
+    def rolls(self) -> bool:
+        """Whether weights for generation have settings of their own."""
+        named = any(ROLLOUT in (rule.wires or ()) for rule in self.rules)
+        return named or self.weights_rollout != CodecConfig()
 
     @property
     def wires(self) -> tuple[Wire, ...]:

@@ -12,7 +12,12 @@ from typing import Any, Literal
 from zpp_lab.files import percents
 
 Wire = Literal[
-    "weights_forward", "weights_backward", "grads_intra", "grads_inter", "weights_update"
+    "weights_forward",
+    "weights_backward",
+    "grads_intra",
+    "grads_inter",
+    "weights_update",
+    "weights_rollout",
 ]
 Short = Literal["weights", "grads"]
 SHORTS: tuple[Short, ...] = ("weights", "grads")
@@ -22,6 +27,7 @@ BACKWARD: Wire = "weights_backward"
 INTRA: Wire = "grads_intra"
 INTER: Wire = "grads_inter"
 UPDATE: Wire = "weights_update"
+ROLLOUT: Wire = "weights_rollout"
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,21 @@ WIRES: dict[Wire, WireSpec] = {  # least bits are those of ZeRO++ as published
         needs="kept",
         brought_by=("recipe.sharding.weights=node", "recipe.sharding.update=differences"),
     ),
+    ROLLOUT: WireSpec(  # on demand: for generation, before a step; no codec unless it is given one
+        8,
+        "weights",
+        "param",
+        "gather",
+        "rollout",
+        codecs="dense",
+        least_bits=8,
+        needs="rolls",
+        brought_by=("recipe.weights_rollout.bits=4",),
+    ),
 }
-GATHERS: tuple[Wire, ...] = tuple(w for w, spec in WIRES.items() if spec.pattern == "gather")
+GATHERS: tuple[Wire, ...] = tuple(  # of every step
+    w for w, spec in WIRES.items() if spec.pattern == "gather" and not spec.needs
+)
 
 
 def wires_among(named: Iterable[Container[str]] = ()) -> tuple[Wire, ...]:

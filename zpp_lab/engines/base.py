@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from zpp_lab.codecs.errors import Telemetry
 from zpp_lab.collectives.plan import Bytes, Plan
+from zpp_lab.engines.rollout import Policy
 from zpp_lab.models.loss import mean_loss
 
 # Inputs and targets, int64 [B, T]; where some targets are IGNORED also their share, int64 [2], see
@@ -69,6 +71,15 @@ class Engine(Protocol):
     def evaluate(self, step: int, batches: Iterable[Batch], wire: bool) -> float:
         """Mean of `token_losses`, whatever the batches' shapes."""
         return mean_loss(self.token_losses(step, batches, wire))
+
+    def rollout(
+        self, step: int, gather: str = "rollout", counted: bool = True
+    ) -> AbstractContextManager[Policy]:
+        """Gather the weights after `step` steps for generation, with the recipe's codec of that
+        wire and noise of (seed, step). gather: `rollout` holds them whole; `token` gathers each
+        unit in every pass, and gives the same bits. The next step's bytes count what this sends if
+        it is `counted`. RuntimeError at its end where weights changed meanwhile."""
+        raise ValueError("this engine cannot generate: use engine=virtual or engine=fsdp")
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -91,8 +91,9 @@ def _model(config: Config, vocab_size: int, device: str) -> Any:
     return model
 
 
-def build_plan(model: nn.Module, config: Config) -> Plan:
-    """The recipe's data movement for this model on the configured cluster."""
+def build_plan(model: nn.Module, config: Config, rollouts: bool = False) -> Plan:
+    """The recipe's data movement for this model on the configured cluster; with `rollouts` for
+    generation too."""
     train, recipe = config.train, Recipe.of(config)
     return Plan.build(
         units_of(model, recipe.shards, config.engine.blocks_per_unit),
@@ -100,6 +101,7 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
         micro_steps=train.micro_steps,
         accumulate=train.accumulate,
         gather=config.engine.gather,
+        rollouts=rollouts,
     )
 
 

@@ -11,7 +11,7 @@ any cluster can take and which tells another base.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from zpp_lab.codecs.layout import Layout, Segment
 
 Marks = dict[str, Tensor]  # parameter → int64 [1 + dimensions]: sum, then the whole shape
 
-_PIECE = 2**22  # elements of a mark's sum at a time
+_PIECE = 2**22  # elements of a mark's sum at a time, and of parameters added up at once
 _ODD = -7046029254386353131  # 2^64 / golden ratio, as a signed number: spreads places over words
 
 
@@ -68,6 +68,19 @@ def mark_sum(flat: Tensor, start: int) -> Tensor:
         places = torch.arange(bits.numel(), device=flat.device)  # int64, and so are the products
         total += (2 * (start + at) + 1) * bits.sum(dtype=torch.int64) + 2 * (bits * places).sum()
     return total * _ODD
+
+
+@torch.no_grad()
+def mark_all(shards: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Add up the bits of several tensors, one behind the other: int64 on the device."""
+    total, start, some = torch.zeros((), dtype=torch.int64, device=device), 0, []
+    for i, shard in enumerate(shards, 1):  # small ones together, to save launches
+        some.append(shard.reshape(-1).float())
+        numel = sum(map(len, some))
+        if numel > _PIECE or i == len(shards):
+            total += mark_sum(torch.cat(some) if len(some) > 1 else some[0], start)
+            start, some = start + numel, []
+    return total
 
 
 def check_marks(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:

@@ -49,14 +49,19 @@ from zpp_lab.collectives.transport import (
     peers,
     reduce_scatter,
 )
-from zpp_lab.config.wires import BACKWARD, FORWARD, INTER, INTRA, UPDATE
+from zpp_lab.config.wires import INTER, INTRA, UPDATE
 from zpp_lab.engines.fsdp.gradients import LandedReduce, Landing, Present
 from zpp_lab.engines.fsdp.packed import Box, Fallbacks, Packed
 
 # What the files fsdp_*.py lean on beyond the names that they spell out; a test looks for each.
 LEANS_ON = {
     # what fully_shard.state(module) returns; several groups a module from torch 2.13 on
-    "FSDPState": ("_fsdp_param_groups|_fsdp_param_group", "_pre_forward", "_post_forward"),
+    "FSDPState": (
+        "_fsdp_param_groups|_fsdp_param_group",
+        "_pre_forward",
+        "_post_forward",
+        "_lazy_init",
+    ),
     "FSDPParamGroup": ("fsdp_params", "_init_mp_dtypes"),
     "FSDPParam": (
         "sharded_param",
@@ -126,7 +131,7 @@ class PackedGather(AllGather):
             self.gather.send(output_tensor.box.packet)
             return None
         self.fallbacks.note("an all-gather of plain tensors")
-        wire = BACKWARD if in_backward() else FORWARD
+        wire = self.gather.wire(in_backward())
         self.gather.ledger.add(wire, Traffic(*(n * _nbytes(input_tensor) for n in self.peers)))
         out = output_tensor.box.plain if isinstance(output_tensor, Packed) else output_tensor
         row = input_tensor.box.plain if isinstance(input_tensor, Packed) else input_tensor
@@ -229,6 +234,11 @@ def _groups(module: nn.Module) -> list[Any]:
     return [g for g in groups or [state._fsdp_param_group] if g]
 
 
+def begin(root: nn.Module) -> None:
+    """Let FSDP2 make its streams, which it does at the first forward, and unshards need."""
+    fully_shard.state(root)._lazy_init()  # type: ignore[attr-defined]
+
+
 def retrain(module: nn.Module, reduce: LandedReduce) -> None:
     """Others of a unit's parameters are trained from now on: let FSDP2 look at dtypes again, which
     it does for trained ones alone."""
@@ -261,6 +271,7 @@ def gather_spec(plan: UnitPlan) -> GatherSpec:
         len(plan.unit.stored),
         recipe.kept,
         recipe.shards,
+        plan.rollout,
     )
 
 

@@ -12,7 +12,9 @@ update has been started; a norm that is not finite has held it back on the devic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -38,12 +40,13 @@ from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import UPDATE
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
-from zpp_lab.engines.frozen import check_marks
+from zpp_lab.engines.frozen import check_marks, mark_all
 from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp.comm import check_unit
 from zpp_lab.engines.fsdp.graph import StepGraph, obstacle
 from zpp_lab.engines.fsdp.kept import Kept, on_ranks
 from zpp_lab.engines.fsdp.prefetch import InVain, Laps, Prefetch, Usage
+from zpp_lab.engines.fsdp.rollout import all_agree, rolled_bytes, rolling
 from zpp_lab.engines.fsdp.watch import Finding, RankWatch, merged_telemetry
 from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
 from zpp_lab.engines.norm import squares
@@ -56,6 +59,7 @@ from zpp_lab.engines.optim.build import (
     zero_state,
 )
 from zpp_lab.engines.optim.shards import local
+from zpp_lab.engines.rollout import Policy, check_mark, eager
 from zpp_lab.engines.units import ROOT, named_units, with_root
 from zpp_lab.engines.watch import gathered_in_vain
 from zpp_lab.models.loss import counted, token_scores
@@ -116,6 +120,7 @@ class FsdpEngine(Engine):
         self.vain = InVain(plan.recipe.config.again)
         self.started: set[str] = set()  # units that have run at least once
         self.settled: tuple[Any, Bytes] | None = None  # what was last sent as planned, and bytes
+        self.rolled: Bytes = {}  # of rollouts since the last step
         self.clock, self.laps = self.wrapped.clock, Laps()
         self.memories = self.wrapped.memories
         names = self.base.names  # not ours to train, or to save
@@ -174,6 +179,8 @@ class FsdpEngine(Engine):
         fell_back = self.wrapped.fallbacks.check(self.config.engine.allow_fallback)
         grads = self._grads()
         sent = self._sent(use, frozenset(grads), as_planned=not fell_back)
+        add_bytes(sent, self.rolled)
+        self.rolled = {}
         if watch is None:
             self.graph.note(self.settled)
         losses, norm = self._totals(own, grads)
@@ -350,6 +357,39 @@ class FsdpEngine(Engine):
                 watch.mean(name)
 
     # ------------------------------------------------------------------ the rest
+
+    @contextmanager
+    def rollout(self, step: int, gather: str = "rollout", counted: bool = True) -> Iterator[Policy]:
+        whole = gather != "token"
+        self.graph.drop()
+        self.enter(step)
+        self._start(step)
+        marked = self._mark()
+        self.clock.step, self.clock.master = step, False
+        agree = all_agree(self.transport, self.device)
+        policy = Policy(self.model, [self.rank], agree, partial(self._rolled_on, whole))
+        self.model.eval()
+        self.usage.start()
+        try:
+            with eager(self.config.engine.compile), torch.no_grad(), rolling(self.wrapped, whole):
+                yield policy
+        finally:
+            policy.open = False
+            self.model.train()
+        self.agreed(lambda: check_mark(marked, self._mark()))
+        sent = rolled_bytes(self.wrapped, None if whole else policy.passes)
+        if counted:
+            add_bytes(self.rolled, sent)
+
+    def _rolled_on(self, whole: bool) -> None:
+        """A pass is done: drop what was gathered in vain, and the root's weights."""
+        self.prefetch.settle(self.usage)
+        self.usage.start()
+        if not whole and self.plan.recipe.config.again:
+            self.root.reshard()
+
+    def _mark(self) -> Tensor:
+        return mark_all([local(p) for p in self.parameters.values()], self.device)
 
     @torch.no_grad()
     def token_scores(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:

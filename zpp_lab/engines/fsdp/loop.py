@@ -36,7 +36,7 @@ from zpp_lab.codecs.numerics import total_norm
 from zpp_lab.collectives.plan import no_bytes
 from zpp_lab.collectives.reduce import Names
 from zpp_lab.collectives.transport import all_gather
-from zpp_lab.engines.frozen import Marks, differing, mark, mark_sum
+from zpp_lab.engines.frozen import Marks, differing, mark, mark_all
 from zpp_lab.engines.fsdp.base import added, own_rows
 from zpp_lab.engines.fsdp.comm import in_backward, managed, parameter_order, retrain
 from zpp_lab.engines.fsdp.gradients import on_forward
@@ -46,8 +46,6 @@ from zpp_lab.engines.fsdp.wrap import Wrapped
 from zpp_lab.engines.norm import squares
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.units import check_dtypes
-
-TOGETHER = 2**22  # elements of parameters whose bits are added up at once
 
 
 class Loop:
@@ -309,18 +307,8 @@ class Loop:
         assert self.marked is not None
         return any(self._every(int(self._marks() != self.marked)))
 
-    @torch.no_grad()
     def _marks(self) -> Tensor:
-        """Add up the bits of this rank's shards, one after the other: int64 on the device."""
-        total, start, some = torch.zeros((), dtype=torch.int64, device=self.device), 0, []
-        shards = [local(p).reshape(-1) for p in self._parameters().values()]
-        for i, shard in enumerate(shards, 1):  # small ones together, to save launches
-            some.append(shard.float())
-            numel = sum(map(len, some))
-            if numel > TOGETHER or i == len(shards):
-                total += mark_sum(torch.cat(some) if len(some) > 1 else some[0], start)
-                start, some = start + numel, []
-        return total
+        return mark_all([local(p) for p in self._parameters().values()], self.device)
 
     def _whole_marks(self, names: Collection[str]) -> Marks:
         """Add up the bits of whole parameters, which gives the same however they are sharded."""

@@ -15,7 +15,8 @@ of the forward's after it, as a second gather would bring them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,12 +27,19 @@ from zpp_lab.codecs.errors import ErrorSums, Telemetry, telemetry
 from zpp_lab.codecs.numerics import clip_factor, fold_sum, total_norm
 from zpp_lab.collectives.context import Memories
 from zpp_lab.collectives.ledger import Ledger
-from zpp_lab.collectives.plan import PassUse, Plan, StepUse, plans_by_step
+from zpp_lab.collectives.plan import Bytes, PassUse, Plan, StepUse, add_bytes, plans_by_step
 from zpp_lab.collectives.recipe import DTYPES
 from zpp_lab.config.schema import Config
-from zpp_lab.config.wires import BACKWARD, FORWARD, UPDATE, WIRES, Wire
+from zpp_lab.config.wires import BACKWARD, FORWARD, ROLLOUT, UPDATE, WIRES, Wire
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
-from zpp_lab.engines.frozen import Marks, check_marks, decode_shards, encode_shards, mark
+from zpp_lab.engines.frozen import (
+    Marks,
+    check_marks,
+    decode_shards,
+    encode_shards,
+    mark,
+    mark_all,
+)
 from zpp_lab.engines.fsdp.prefetch import Usage
 from zpp_lab.engines.norm import rank_squares
 from zpp_lab.engines.optim.build import (
@@ -41,6 +49,7 @@ from zpp_lab.engines.optim.build import (
     set_rate,
     update,
 )
+from zpp_lab.engines.rollout import Policy, check_mark, eager
 from zpp_lab.engines.units import named_units, with_root
 from zpp_lab.engines.virtual.passes import Grads, Passes
 from zpp_lab.engines.virtual.reduction import Reduction, together
@@ -73,6 +82,7 @@ class VirtualEngine(Engine):
         self.usage = Usage(with_root(model, named_units(model, config.engine.blocks_per_unit)))
         self.used: dict[int, PassUse] = {}  # the last step's micro-steps, the same on all ranks
         self.reduced: list[frozenset[str]] = []  # who had a gradient in its reductions
+        self.rolled: Bytes = {}  # of rollouts since the last step
         self.memories = self._memories()
         self._make_buffers()
         self._follow()
@@ -141,6 +151,9 @@ class VirtualEngine(Engine):
         if not bool(torch.isfinite(norm)):
             self._explain(step, batches)
         self._check_bytes()
+        for wire, traffic in self.rolled.items():
+            self.ledger.add(wire, traffic)
+        self.rolled = {}
         self.memories.commit()
         if self.config.train.clip:
             torch._foreach_mul_(list(grads.values()), clip_factor(norm, self.config.train.clip))
@@ -325,6 +338,28 @@ class VirtualEngine(Engine):
         self.ledger.check(self.plan.step_bytes(use))
 
     # ------------------------------------------------------------------ the rest
+
+    @contextmanager
+    def rollout(self, step: int, gather: str = "rollout", counted: bool = True) -> Iterator[Policy]:
+        self.enter(step)
+        self._start(step)
+        marked = self._mark()
+        self._gather(step, ROLLOUT, self.weights, Watch())
+        policy = Policy(self.model, range(self.cluster.world))
+        self.model.eval()
+        try:
+            with eager(self.config.engine.compile), torch.no_grad():
+                yield policy
+        finally:
+            policy.open = False
+            self.model.train()
+        check_mark(marked, self._mark())
+        if counted:
+            passes = policy.passes if gather == "token" else None
+            add_bytes(self.rolled, self.plan.rollout_bytes(passes))
+
+    def _mark(self) -> Tensor:
+        return mark_all(list(self.master.values()), self.device)
 
     def _explain(self, step: int, batches: Batches) -> None:
         """Repeat the step, a pure function of the state, and check every value."""

@@ -1,0 +1,150 @@
+"""Rollouts between steps on real ranks and on virtual ones, compared to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.engines.fsdp_parity import BF16, DIFFERENCES, KEPT, Q4, Q8, STOCHASTIC, kept
+from zpp_lab.collectives.transport import ProcessGroups
+from zpp_lab.collectives.watchdog import Watchdog
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import ClusterConfig, Config
+from zpp_lab.engines.build import build_plan
+from zpp_lab.engines.fsdp.engine import FsdpEngine
+from zpp_lab.engines.virtual.engine import VirtualEngine
+from zpp_lab.models import build_model
+from zpp_lab.models.generate import generate
+
+VOCAB, END, NEW = 41, 40, 6
+S4 = {**Q4, **STOCHASTIC}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "raw": ({}, {}),
+    "stochastic": ({"weights_rollout": S4}, BF16),
+    "hops": ({"hops": 2, "secondary": True, "weights": Q8, "weights_rollout": S4}, {}),
+    "stage2": ({"stage": 2, "weights_rollout": Q4}, {"micro_steps": 2}),
+    "kept": ({**KEPT, "weights_update": Q8, "weights_rollout": S4}, BF16),
+    "differences": ({**DIFFERENCES, "weights_update": S4, "weights_rollout": Q4}, BF16),
+    "whole": (
+        {"sharding": {"weights": "none", "update": "differences"}, "weights_update": Q4},
+        BF16,
+    ),
+    "copies": ({"shard": "node", "weights_rollout": S4}, {}),
+    "phases": ({"weights_rollout": S4, "phases": [{"after": 1, "weights": Q4}]}, {}),
+}
+ONE_NODE = ("raw", "stochastic", "hops", "stage2", "phases")
+LONE_RANKS = ("raw", "stochastic", "stage2")  # in nodes of one GPU
+LONE_KEPT = {"differences": ({**DIFFERENCES, "hops": 1, "weights_update": S4}, BF16)}
+
+
+def configured(case: str, nodes: int, local: int, **engine: Any) -> Config:
+    table = CASES | (LONE_KEPT if local == 1 else {})
+    recipe, train = table[case]
+    values = {
+        "recipe": {"name": case, **recipe},
+        "model": {"dim": 24, "layers": 2, "heads": 3, "kv_heads": 3, "ffn": 40},
+        "cluster": {"nodes": nodes, "gpus_per_node": local},
+        "train": {"lr": 1e-2, "steps": 10, **train},
+        "engine": {"device": "cpu", "ordered": True, **engine},
+    }
+    return load(Config, values)
+
+
+def model_of(config: Config) -> Any:
+    return build_model(config.model, VOCAB, device="cpu", seed=config.seed)
+
+
+def virtual(config: Config) -> VirtualEngine:
+    model = model_of(config)
+    return VirtualEngine(model, build_plan(model, config, rollouts=True), config)
+
+
+def real(config: Config, transport: Any = None) -> FsdpEngine:
+    model = model_of(config)
+    plan = build_plan(model, config, rollouts=True)
+    return FsdpEngine(model, plan, config, torch.device("cpu"), transport)
+
+
+def batch(rank: int, micro: int) -> tuple[Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(10 * rank + micro)
+    tokens = torch.randint(0, END, (2, 9), generator=numbers)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def prompts(rank: int, call: int) -> dict[str, Tensor]:
+    """Of other shapes in the second call."""
+    numbers = torch.Generator().manual_seed(100 * rank + call)
+    rows, width = 3 - call, 5 + call
+    return {
+        "prompts": torch.randint(0, END, (rows, width), generator=numbers),
+        "lengths": torch.randint(1, width + 1, (rows,), generator=numbers),
+        "ids": torch.arange(rows) + 10 * rank,
+        "samples": torch.full((rows,), call),
+    }
+
+
+def roll(engine: Any, step: int, gather: str, end: int = END) -> dict[int, list[Tensor]]:
+    """Rank → tokens, lengths and log-probabilities of two calls, of the ranks that are here."""
+    found: dict[int, list[Tensor]] = {}
+    with engine.rollout(step, gather) as policy:
+        for rank in policy.ranks:
+            own = policy.turn(rank)
+            for call in range(2):
+                settings = (1, step), NEW, 1.0, end, policy.all_done
+                made = generate(own, *prompts(rank, call).values(), *settings)
+                found.setdefault(rank, []).extend((made.tokens, made.lengths, made.logprobs))
+    return found
+
+
+def run(engine: Any, gather: str) -> tuple[list[dict[int, list[Tensor]]], list[Any]]:
+    """Rollouts before two steps, and one after them; and each step's numbers."""
+    rolled, steps = [], []
+    for step in range(3):
+        rolled.append(roll(engine, step, gather, end=7))
+        if step < 2:
+            result = engine.step(step, 1e-2, batch, telemetry=False)
+            steps.append([result.loss, result.grad_norm, sorted(result.bytes.items())])
+    return rolled, steps
+
+
+def compare(cases: list[str], nodes: int, local: int) -> dict[str, str]:
+    """Case → what differs ("" when nothing); to be run on every rank."""
+    torch.use_deterministic_algorithms(True)
+    cluster = ClusterConfig(nodes=nodes, gpus_per_node=local)
+    transport = ProcessGroups(cluster, Watchdog(100.0))
+    return {case: _compare(case, nodes, local, transport) for case in cases}
+
+
+def _compare(case: str, nodes: int, local: int, transport: ProcessGroups) -> str:
+    config, wrong = configured(case, nodes, local), []
+    runs = {}
+    for gather in ("rollout", "token"):
+        engine = real(configured(case, nodes, local, name="fsdp"), transport)
+        runs[gather] = *run(engine, gather), kept(engine)
+        twin = virtual(config)
+        wanted = *run(twin, gather), kept(twin)
+        wrong += [f"{gather}: {text}" for text in differs(runs[gather], wanted)]
+    tokens = runs["rollout"][0], runs["token"][0]
+    wrong += [] if same(*tokens) else ["a token's gathers give others than a rollout's"]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, "; ".join(wrong))
+    return next(filter(None, every), "")
+
+
+def differs(one: Any, other: Any) -> list[str]:
+    found = [] if same(one[0], other[0]) else ["tokens, lengths or log-probabilities"]
+    found += [] if one[1] == other[1] else [f"steps {one[1]} and {other[1]}"]
+    return found + [n for n, t in one[2].items() if not t.equal(other[2][n])]
+
+
+def same(one: list[dict[int, list[Tensor]]], other: list[dict[int, list[Tensor]]]) -> bool:
+    """Whether the ranks of `one` generated what they did in `other`."""
+    return all(
+        a.equal(b)
+        for mine, theirs in zip(one, other, strict=True)
+        for rank in mine
+        for a, b in zip(mine[rank], theirs[rank], strict=True)
+    )

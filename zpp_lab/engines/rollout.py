@@ -1,0 +1,80 @@
+"""A model during a rollout, as every engine hands it to `models/generate.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zpp_lab.models.generate import Cache
+
+STALE = (
+    "the weights changed during a rollout, so what it generates is of older ones: end `rollout` "
+    "before a step, an optimizer or a checkpoint changes the weights"
+)
+
+
+def check_mark(before: Tensor, now: Tensor) -> None:
+    """RuntimeError where masters have other bits (`engines/frozen.py`) than when a rollout began.
+    Their gathered copies do not show it: few bits can be the same after a step."""
+    if not before.equal(now):
+        raise RuntimeError(STALE)
+
+
+def eager(compiled: bool) -> AbstractContextManager[Any]:
+    """Run compiled blocks as they are written: each shape would be compiled again."""
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+class Policy:
+    """The gathered weights of a rollout, called as `policy(tokens, cache=cache)`.
+
+        for rank in policy.ranks:
+            generate(policy.turn(rank), ..., all_done=policy.all_done)
+
+    ranks: whose rows this process generates, all of a virtual cluster, one of a real one. Every
+    rank makes equally many calls of `generate`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: Sequence[int],
+        all_done: Callable[[bool], bool] = bool,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        """all_done: whether all ranks are done, of whether this one is. after: called behind each
+        pass."""
+        self.model, self.ranks, self.all_done, self.after = model, tuple(ranks), all_done, after
+        self.rank, self.open = self.ranks[0], True
+        self.counts: dict[int, list[int]] = {rank: [] for rank in ranks}  # passes of each call
+
+    def turn(self, rank: int) -> Policy:
+        """Begin a rank's turn."""
+        assert rank in self.ranks
+        self.rank = rank
+        return self
+
+    def __call__(self, tokens: Tensor, *, cache: Cache) -> Tensor:
+        if not self.open:
+            raise RuntimeError("the rollout has ended, and with it its weights: begin another one")
+        own = self.counts[self.rank]
+        if cache.passes == 1:
+            own.append(0)
+        own[-1] += 1
+        logits: Tensor = self.model(tokens, cache=cache)
+        self.after()
+        return logits
+
+    @property
+    def passes(self) -> int:
+        """Return the passes of the slowest rank, call by call."""
+        if len({len(own) for own in self.counts.values()}) > 1:
+            raise ValueError(
+                "ranks called generate unequally often in a rollout, so those of a real cluster "
+                "would wait for each other forever: give each rank as many calls"
+            )
+        return sum(map(max, zip(*self.counts.values(), strict=True)))
