@@ -13,11 +13,11 @@ from hydra import initialize_config_dir
 
 from zpp_lab.cli.main import main
 from zpp_lab.config.compose import OWNERS, compose, load_study, to_config
-from zpp_lab.config.flat import flat_config, stored_config
+from zpp_lab.config.flat import EVERY_WIRE, flat_config, stored_config
 from zpp_lab.config.load import ELSEWHERE, REMOVED, load, unknown_key, valid_names
 from zpp_lab.config.load import written as as_word
 from zpp_lab.config.schema import Config
-from zpp_lab.config.wires import WIRES, wires_among
+from zpp_lab.config.wires import wires_among
 from zpp_lab.files import conf_dir
 from zpp_lab.tools.plan.cost.machine import Machine, load_machine
 
@@ -133,7 +133,7 @@ def test_rules_of_before_the_fifth_wire_hold_for_it() -> None:
     """So a run whose rule was for every wire goes on; one for some of them stays as it was."""
     config = compose(["recipe.rules=[{name: '*', exempt: true}]"])
     stored = asdict(config)
-    stored["recipe"]["rules"][0]["wires"] = list(WIRES)
+    stored["recipe"]["rules"][0]["wires"] = EVERY_WIRE
     assert flat_config(stored) == flat_config(config)
     assert flat_config(load(Config, stored)) == flat_config(config)
     stored["recipe"].pop("sharding")
