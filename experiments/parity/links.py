@@ -39,6 +39,7 @@ from zpp_lab.config.schema import ClusterConfig  # noqa: E402
 from zpp_lab.runs.provenance import commit, machine_facts, versions  # noqa: E402
 from zpp_lab.tools.links.network import Tools  # noqa: E402
 from zpp_lab.tools.links.nodes import EmulatedNodes  # noqa: E402
+from zpp_lab.train.launch.cause import SILENT  # noqa: E402
 from zpp_lab.train.launch.gpus import Placement, visible_gpus  # noqa: E402
 from zpp_lab.train.launch.processes import EmulationError  # noqa: E402
 from zpp_lab.train.launch.ranks import free_port, rank_environment  # noqa: E402
@@ -53,7 +54,7 @@ WIRES = "weights_forward|weights_backward|grads_intra|grads_inter|weights_update
 PLACE = rf"(?:{WIRES}) of unit \S+ \(\w+\)|losses and gradient norm \(world\)"
 LINE = re.compile(
     rf"rank (\d): ((?:{PLACE})(?: failed| has not finished after [\d.]+ s)?): rank (\d) "
-    r"(?:is silent|is gone|hangs).*"
+    rf"(?:{SILENT}|has ended|hangs).*"
 )
 
 
