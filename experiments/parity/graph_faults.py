@@ -315,9 +315,9 @@ def loops(runs: Runs, shape: str) -> str:
     log = runs.log(f"loops-{shape}")
     with log.open("wb") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
-        process.wait(400)
+    ended(process, log, None)
     text = log.read_text(errors="replace")
-    states = re.findall(r"^(PASSED|FAILED|ERROR) \S+?::(\S+)", text, re.MULTILINE)
+    states = re.findall(r"^(PASSED|FAILED|ERROR) \S+?::(.+?)(?: - .*)?$", text, re.MULTILINE)
     rows = {test: state for state, test in states}
     (runs.out / f"loops-{shape}.json").write_text(json.dumps(rows, indent=1) + "\n")
     bad = [test for test, state in rows.items() if state != "PASSED"]
