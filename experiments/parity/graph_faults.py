@@ -126,12 +126,14 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def ended(process: subprocess.Popen[bytes], log: Path, code: int | None) -> int:
+def ended(
+    process: subprocess.Popen[bytes], log: Path, code: int | None, seconds: float = LIMIT
+) -> int:
     try:
-        found = process.wait(LIMIT)
+        found = process.wait(seconds)
     except subprocess.TimeoutExpired:
         end(process)
-        raise Check(f"no end in {LIMIT:g} s: {tail(log)}") from None
+        raise Check(f"no end in {seconds:g} s: {tail(log)}") from None
     if code is not None and found != code:
         raise Check(f"exit code {found}: {tail(log)}")
     return found
@@ -315,7 +317,7 @@ def loops(runs: Runs, shape: str) -> str:
     log = runs.log(f"loops-{shape}")
     with log.open("wb") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
-    ended(process, log, None)
+    ended(process, log, None, 3 * LIMIT)
     text = log.read_text(errors="replace")
     states = re.findall(r"^(PASSED|FAILED|ERROR) \S+?::(.+?)(?: - .*)?$", text, re.MULTILINE)
     rows = {test: state for state, test in states}
