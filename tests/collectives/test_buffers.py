@@ -187,7 +187,8 @@ def test_buffers_are_those_that_the_collectives_make(
             masters = [torch.zeros(s.numel) for s in unit.update.segments]
             update, ok = rank.update(unit), torch.tensor(True)
             with Live() as live:
-                update.send(masters, 1, ok)
+                for part in update.begin(masters, 1, ok):
+                    part()
             assert live.most == rank.planned.update(unit)
 
 

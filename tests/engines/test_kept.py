@@ -140,16 +140,27 @@ class Told(HostStreams):
 def beside() -> list[bool]:
     engine, streams = engine_of("differences", 2, 1), Told()
     updates = engine.kept.updates
+    engine.kept.streams = engine.kept.under_way.streams = streams
     for update in updates:
         update.streams = streams
     train(engine, 0, 1)
     own = [u.arrived for u in updates]
-    lane = "weights_update"
-    found = [streams.log[-len(own) - 2 :] == [
-        ("main", "mark", own[0] - 1),  # the masters are new
-        (lane, "wait", own[0] - 1),
-        *((lane, "mark", mark) for mark in own),
-    ]]  # fmt: skip
+    encodes, sends = "weights_update", engine.kept.under_way.lane
+    ready = [mark for on, what, mark in streams.log if (on, what) == (encodes, "mark")]
+    ready = [mark for mark in ready if mark not in own]
+    new = [mark for on, what, mark in streams.log if (on, what) == ("main", "mark")]
+    gone = [mark for on, what, mark in streams.log if (on, what) == (sends, "mark")]
+    wanted: list[tuple[str, str, int]] = []
+    for i in range(len(own)):
+        wanted += [
+            ("main", "mark", new[i]),
+            (encodes, "wait", new[i]),
+        ]  # the unit's masters are new
+        wanted += [(encodes, "mark", ready[i]), (sends, "wait", ready[i]), (sends, "mark", gone[i])]
+        if i:  # while the next one travels
+            wanted += [(encodes, "wait", gone[i - 1]), (encodes, "mark", own[i - 1])]
+    wanted += [(encodes, "wait", gone[-1]), (encodes, "mark", own[-1])]
+    found = [streams.log[-len(wanted) :] == wanted]
     streams.log.clear()
     train(engine, 1, 2)
     waits = [mark for on, what, mark in streams.log if (on, what) == ("main", "wait")]

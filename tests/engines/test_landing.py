@@ -37,7 +37,7 @@ def test_the_output_holds_what_the_reduction_wrote(dtype: torch.dtype) -> None:
     assert expected.shape == (6,)
     assert expected.untyped_storage().nbytes() == 4  # one element until then
     values = torch.randn(6).to(dtype)
-    landing.land(expected, dtype, writes(values))
+    landing.land(expected, dtype, writes(values))()
     assert expected.dtype == torch.float32
     assert torch.equal(expected, values.float())
     shard = torch.as_strided(expected, (2, 2), (2, 1), 2)  # as FSDP2 takes its parameters' shards
@@ -86,7 +86,7 @@ def test_gradients_lie_in_the_memory_of_the_stream_that_computes() -> None:
         with torch.cuda.stream(beside):
             expected = allocate(sizes[1])
             assert expected.untyped_storage().nbytes() == 4
-            landing.land(expected, torch.bfloat16, writes(values))
+            landing.land(expected, torch.bfloat16, writes(values))()
         torch.cuda.current_stream().wait_stream(beside)
         assert torch.equal(expected, values.float())
         assert stream_of(expected) == torch.cuda.current_stream().cuda_stream
@@ -117,7 +117,7 @@ def test_torchs_filling_of_new_memory_comes_before_the_gradient(
         torch.cuda._sleep(10**8)
         with torch.cuda.stream(beside):
             expected = landing.allocate((numel,), torch.float32, device, lambda: rows)
-            landing.land(expected, torch.float32, writes(values))
+            landing.land(expected, torch.float32, writes(values))()
     finally:
         torch.use_deterministic_algorithms(False)
     torch.cuda.synchronize()

@@ -19,7 +19,7 @@ Each operation is rounded alone, in fp32; what is kept is rounded once more, to 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +122,9 @@ class Exchange:
         self._spread()
         if not self.differences:
             named = dict(zip(self.kept, masters, strict=True))
-            self._exchange([named[s.name] for s in self.layout.segments], done)
+            ship, finish = self._exchange([named[s.name] for s in self.layout.segments], done)
+            ship()
+            finish()
         self.filled = True
 
     def _spread(self) -> None:
@@ -135,19 +137,28 @@ class Exchange:
         kernels.decode(self.raw, payload, [k.rows for k in kept])
 
     @torch.no_grad()
-    def send(
+    def begin(
         self, masters: Sequence[Tensor], done: int, ok: Tensor, observer: Observer | None = None
-    ) -> None:
-        """A step has updated the masters (this rank's shards of the layout's parameters):
-        keep the new weights, unless `ok` is false on the device."""
-        sent = self._exchange(masters, done, ok, observer)
-        self.arrived = self.streams.mark(self.arrived, outside=True)
-        self.ledger.add(self.wire, sent)
-        if sent * self.cluster.world != self.planned:
-            raise LedgerError(
-                f"unit {self.plan.unit.name}, {self.wire}: rank {self.rank} sent {tuple(sent)} "
-                f"bytes, planned {tuple(self.planned)} of all ranks"
-            )
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """A step has updated the masters (this rank's shards of the layout's parameters): encode
+        the new weights. The rest in two: send them; keep what has arrived, unless `ok` is false on
+        the device."""
+        ship, keep = self._exchange(masters, done, ok, observer)
+
+        def send() -> None:
+            sent = ship()
+            self.ledger.add(self.wire, sent)
+            if sent * self.cluster.world != self.planned:
+                raise LedgerError(
+                    f"unit {self.plan.unit.name}, {self.wire}: rank {self.rank} sent "
+                    f"{tuple(sent)} bytes, planned {tuple(self.planned)} of all ranks"
+                )
+
+        def finish() -> None:
+            keep()
+            self.arrived = self.streams.mark(self.arrived, outside=True)
+
+        return send, finish
 
     def _exchange(
         self,
@@ -155,10 +166,10 @@ class Exchange:
         done: int,
         ok: Tensor | None = None,
         observer: Observer | None = None,
-    ) -> Traffic:
+    ) -> tuple[Callable[[], Traffic], Callable[[], None]]:
         layout, kept = self.layout, [self.kept[s.name] for s in self.layout.segments]
         if not kept:
-            return NOTHING
+            return lambda: NOTHING, lambda: None
         own, differences = [k.own for k in kept], self.differences
         # no copy of fp32 masters where the weights are
         masters = [x.to(own[0].device, torch.float32) for x in masters]
@@ -171,11 +182,13 @@ class Exchange:
         kernels.encode_update(layout, masters, own, differences, noise, leg.room, errors)
         if observer is not None:
             observer.encoded(self.wire, layout, errors)
-        sent = leg.send()
-        kernels.decode(layout, payload, [k.rows for k in kept], differences, ok)
-        for padding in (p for k in kept for p in k.padding):
-            padding.zero_()
-        return sent
+
+        def keep() -> None:
+            kernels.decode(layout, payload, [k.rows for k in kept], differences, ok)
+            for padding in (p for k in kept for p in k.padding):
+                padding.zero_()
+
+        return leg.send, keep
 
     def _empty(self, layout: Layout) -> Tensor:
         device = next(iter(self.kept.values())).rows.device

@@ -21,7 +21,7 @@ and to sums in the domain in which they are encoded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -94,26 +94,42 @@ class Reduce:
     def run(self, names: Names, grads: Sequence[Tensor], out: Tensor) -> None:
         """Whole gradients of the named parameters, in layout order → `out` [numel], the sums of
         this rank's padded shards, in out's dtype."""
+        send, finish = self.begin(names, grads)
+        send()
+        finish(out)
+
+    def begin(
+        self, names: Names, grads: Sequence[Tensor]
+    ) -> tuple[Callable[[], None], Callable[[Tensor], None]]:
+        """`run` up to where the last row is encoded; the rest in two: send it, and decode what has
+        arrived into `out`."""
         layouts, planned = self._chosen(names)
         if self.clock.observer is not None and self.clock.observer.looks:
             self.clock.observer.gradients(layouts[0], grads)
         leg = self._leg(0, layouts[0], grads[0].device)
         self._encode(layouts[0], grads, leg.room)
-        sent = [leg.send()]
-        if self._stays(names, layouts[0], leg.out):
-            out.zero_()  # what comes with the last micro-step is added to it
-            self._account(planned[:1], sent)
-            return
+        sent = []
         for hop in range(1, len(layouts)):
+            sent.append(leg.send())
+            if hop == 1 and self._stays(names, layouts[0], leg.out):
+                self._account(planned[:1], sent)
+                # what comes with the last micro-step is added to it
+                return lambda: None, lambda out: out.zero_()  # type: ignore[return-value]
             rows, before = self._in_order(leg.out), layouts[hop - 1]
             leg = self._leg(hop, layouts[hop], grads[0].device)
             self._encode_again(hop, before, layouts[hop], rows, leg.room)
-            sent.append(leg.send())
-        if len(layouts) == 3:
-            kernels.decode(layouts[-1], leg.out, out.split([g.numel() for g in grads]))
-        else:
-            kernels.reduce(layouts[-1], self._in_order(self._rows(leg.out)), out[None])
-        self._account(planned, sent)
+        sizes = [g.numel() for g in grads]
+
+        def send() -> None:
+            self._account(planned, [*sent, leg.send()])
+
+        def finish(out: Tensor) -> None:
+            if len(layouts) == 3:
+                kernels.decode(layouts[-1], leg.out, out.split(sizes))
+            else:
+                kernels.reduce(layouts[-1], self._in_order(self._rows(leg.out)), out[None])
+
+        return send, finish
 
     # ------------------------------------------------------------------ parts
 

@@ -10,6 +10,7 @@ the one for ranks that read each other's memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
@@ -86,6 +87,38 @@ class HostStreams:
 
     def lane(self, name: str) -> AbstractContextManager[Any]:
         return nullcontext()
+
+
+class Overlap:
+    """Transfers on a lane of their own, one after the other: while one is under way, the stream
+    that uses this encodes the next. So at most two have buffers at a time, which lie in that
+    stream's memory."""
+
+    def __init__(self, streams: Streams, lane: str) -> None:
+        self.streams, self.lane = streams, lane
+        self.under_way: tuple[Any, Callable[[], None]] | None = None
+
+    def ship(self, send: Callable[[], Any], finish: Callable[[], None]) -> None:
+        """What `send` sends is encoded: let it travel, and finish the transfer before. `finish`
+        follows on the stream of the next call, or of `join`."""
+        ready = self.streams.mark()
+        with self.streams.lane(self.lane):
+            self.streams.wait(ready)
+            send()
+            arrived = self.streams.mark()
+        self.join()
+        self.under_way = arrived, finish
+
+    def join(self) -> None:
+        """Finish the last transfer, on the current stream."""
+        if self.under_way is not None:
+            (arrived, finish), self.under_way = self.under_way, None
+            self.streams.wait(arrived)
+            finish()
+
+    def forget(self) -> None:
+        """Leave the last transfer unfinished: its step has failed."""
+        self.under_way = None
 
 
 class Shipment(Protocol):

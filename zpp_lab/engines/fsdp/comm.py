@@ -43,7 +43,7 @@ from zpp_lab.collectives.plan import Bytes, Unit, UnitPlan
 from zpp_lab.collectives.reduce import Names, Reduce, ReduceSpec, uneven
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import (
-    CudaStreams,
+    Overlap,
     Transport,
     all_gather,
     peers,
@@ -138,24 +138,68 @@ class PackedGather(AllGather):
         return all_gather(out, row, group=group, async_op=async_op)
 
 
+class UnderWay(Overlap):
+    """The last reduction of a backward, on its way while FSDP2's stream encodes the next one.
+
+    FSDP2 lets the computing stream wait for each reduction before it starts the next. If it waits
+    for the encoding alone, transfers follow each other without a gap. Only who calls `join` after
+    the backward may ask for that (`open`): gradients are not there before.
+    """
+
+    open = False
+
+
 class PackedReduce(LandedReduce):
     """FSDP2's ReduceScatter for one unit."""
 
     def __init__(
-        self, reduce: Reduce, present: Present, fallbacks: Fallbacks, landing: Landing
+        self,
+        reduce: Reduce,
+        present: Present,
+        fallbacks: Fallbacks,
+        landing: Landing,
+        under_way: UnderWay,
+        parameters: Sequence[Any],
     ) -> None:
+        """`parameters`: the unit's as FSDP2 manages them."""
         super().__init__(landing, present)
         self.reduce, self.fallbacks = reduce, fallbacks
+        self.under_way, self.parameters = under_way, parameters
 
     def make_input(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
         return Packed(Box(self, math.prod(size), dtype, device), size)
 
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        box = input_tensor.box if isinstance(input_tensor, Packed) else None
+        if box is None or not box.grads:
+            self.under_way.join()
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        send, finish = self.reduce.begin(*self.present.take(box.grads))
+
+        def run(out: Tensor) -> None:
+            finish(out)
+            _divide(out, op, self.reduce.cluster.world)
+
+        self.under_way.ship(send, self.landing.land(output_tensor, input_tensor.dtype, run))
+        if not self.under_way.open or op != dist.ReduceOp.AVG or self._is_read_at_once():
+            self.under_way.join()
+        return None
+
+    def _is_read_at_once(self) -> bool:
+        """Whether FSDP2 casts what has been reduced, or adds it to what is there, on this very
+        stream."""
+        there = (p.sharded_param.grad is not None for p in self.parameters)
+        return self.landing.dtype is None or any(there)
+
     def run(self, rows: Tensor, out: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-        box = rows.box if isinstance(rows, Packed) else None
-        if box is not None and box.grads:
-            self.reduce.run(*self.present.take(box.grads), out)
-        else:
-            self._plain(rows if box is None else box.plain, out, group)
+        self._plain(rows.box.plain if isinstance(rows, Packed) else rows, out, group)
         _divide(out, op, self.reduce.cluster.world)
 
     def _plain(self, rows: Tensor | None, out: Tensor, group: dist.ProcessGroup) -> None:
@@ -290,13 +334,13 @@ def install(
     fallbacks: Fallbacks,
     device: torch.device,
     memories: Memories,
+    under_way: UnderWay,
 ) -> list[Installed]:
     """Give every unit of a model that `fully_shard` has wrapped our collectives.
 
     `modules`: each unit's first module by the unit's name; the root unit's is `model`.
     """
     names = {id(p): n for n, p in model.named_parameters()}
-    streams = CudaStreams() if device.type == "cuda" else None
     done = []
     for plan in plans:
         module = modules[plan.unit.name]
@@ -306,6 +350,7 @@ def install(
         ledger, update = Ledger(), None
         gather = Gather(gather_spec(own), transport, ledger, clock)
         if own.recipe.kept:
+            streams = under_way.streams
             update = Exchange(UPDATE, "across", own, transport, ledger, clock, device, streams)
             gather.rows = update.rows
         reduce = Reduce(reduce_spec(own), transport, ledger, clock, memories)
@@ -314,7 +359,7 @@ def install(
         landing = Landing(own.recipe.shards, gradient_dtype(module))
         inside = (
             PackedGather(gather, fallbacks, places),
-            PackedReduce(reduce, present, fallbacks, landing),
+            PackedReduce(reduce, present, fallbacks, landing, under_way, managed(module)),
         )
         module.set_custom_all_gather(inside[0])
         module.set_custom_reduce_scatter(inside[1])

@@ -107,6 +107,7 @@ class FsdpEngine(Engine):
             ordered=config.engine.ordered,
             offload=config.engine.offload,
         )
+        self.wrapped.under_way.open = not config.engine.offload
         building.done("sharding")
         self.root = cast(FSDPModule, model)
         start = self._initialize() if any(p.is_meta for p in model.parameters()) else None
@@ -185,8 +186,7 @@ class FsdpEngine(Engine):
             self.graph.note(self.settled)
         losses, norm = self._totals(own, grads)
         laps.done("norm")
-        self._update(step, lr, norm, list(grads.values()))
-        self.kept.send(step + 1, norm, sent, watch)
+        self._update(step, lr, norm, sent, watch)
         laps.done("update")
         loss, length = self._read(fold_sum(losses.flatten()) / losses.numel(), norm)
         if not math.isfinite(length):
@@ -226,6 +226,7 @@ class FsdpEngine(Engine):
         losses = torch.zeros(micros, dtype=torch.float64, device=self.device)
         passes = []
         self.vain.clear()
+        self.wrapped.under_way.forget()
         self.clock.step, self.clock.grad, self.clock.master = step, True, False
         for micro in range(micros):
             last = micro == micros - 1
@@ -254,6 +255,7 @@ class FsdpEngine(Engine):
         if not reduces:
             for unit in self.wrapped.installed:
                 unit.present.dtypes.keep()
+        self.wrapped.under_way.join()
         self.laps.done("backward")
         self.vain.add(self.prefetch.wasted(self.usage), self.usage)
         self.prefetch.after_pass(self.usage)
@@ -319,15 +321,33 @@ class FsdpEngine(Engine):
             add_bytes(total, sent)
         return total
 
-    def _update(self, step: int, lr: float, norm: Tensor, grads: list[Tensor]) -> None:
-        """Clip and update, or change nothing when the norm is not finite; the device decides."""
-        if self.config.train.clip and grads:
-            factor = clip_factor(norm, self.config.train.clip)
-            torch._foreach_mul_(grads, factor.to(grads[0].device))
+    def _update(
+        self, step: int, lr: float, norm: Tensor, sent: Bytes, watch: RankWatch | None
+    ) -> None:
+        """Clip and update, or change nothing when the norm is not finite; the device decides. Where
+        nodes keep weights each unit's travel as soon as they are new, and are added to `sent`."""
+        clip, ok = self.config.train.clip, torch.isfinite(norm)
+        factor = clip_factor(norm, clip) if clip else None
+        found = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+        self.optimizer.zero_grad(set_to_none=True)
         set_rate(self.optimizer, lr)
         self.kept.wait()
-        guarded_step(self.optimizer, torch.isfinite(norm), step)
-        self.optimizer.zero_grad(set_to_none=True)
+
+        def update(names: Iterable[str]) -> None:
+            own = {name: found.pop(name) for name in names if name in found}
+            if not own:
+                return
+            grads = [local(grad) for grad in own.values()]
+            if factor is not None:
+                torch._foreach_mul_(grads, factor.to(grads[0].device))
+            for name, grad in own.items():
+                self.parameters[name].grad = grad
+            guarded_step(self.optimizer, ok, step)
+            for name in own:
+                self.parameters[name].grad = None
+
+        self.kept.send(step + 1, ok, sent, watch, update)
+        update(list(found))
 
     def _explain(self, step: int, batches: Batches) -> None:
         """The step is a pure function of the state: run it again and look at every value.

@@ -200,18 +200,23 @@ class Landing:
         """The output [numel] of a reduction in `dtype`: one element's memory for all."""
         return torch.empty_strided((numel,), (0,), dtype=self.dtype or dtype, device=device)
 
-    def land(self, expected: Tensor, dtype: torch.dtype, run: Callable[[Tensor], Any]) -> None:
-        """Give `expected` memory with the gradient that `run` writes to a tensor [numel] of
-        `dtype`, on the current stream."""
-        if dtype == expected.dtype:
-            gradient = self._room(expected)
-            run(gradient)
-        else:
-            sums = torch.empty(expected.numel(), dtype=dtype, device=expected.device)
-            run(sums)
-            gradient = self._room(expected)
-            gradient.copy_(sums)
+    def land(
+        self, expected: Tensor, dtype: torch.dtype, run: Callable[[Tensor], Any]
+    ) -> Callable[[], None]:
+        """Give `expected` memory. Returns what fills it, on the current stream: `run` writes the
+        gradient to a tensor [numel] of `dtype`."""
+        gradient = self._room(expected)
         expected.set_(gradient)  # type: ignore[call-overload]
+
+        def fill() -> None:
+            if dtype == gradient.dtype:
+                run(gradient)
+                return
+            sums = torch.empty(gradient.numel(), dtype=dtype, device=gradient.device)
+            run(sums)
+            gradient.copy_(sums)
+
+        return fill
 
     def _room(self, expected: Tensor) -> Tensor:
         numel, dtype, device = expected.numel(), expected.dtype, expected.device
@@ -262,9 +267,8 @@ class LandedReduce(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self.landing.land(
-            output_tensor, input_tensor.dtype, lambda out: self.run(input_tensor, out, group, op)
-        )
+        run = partial(self.run, input_tensor, group=group, op=op)
+        self.landing.land(output_tensor, input_tensor.dtype, run)()
         return None
 
 

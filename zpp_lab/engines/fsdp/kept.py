@@ -9,8 +9,7 @@ difference moves both of them alike: before they are saved, their marks are comp
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from zpp_lab.collectives.context import Observer
 from zpp_lab.collectives.exchange import Exchange
 from zpp_lab.collectives.plan import Bytes, add_bytes
-from zpp_lab.collectives.transport import all_gather
+from zpp_lab.collectives.transport import HostStreams, Overlap, Streams, all_gather
 from zpp_lab.config.wires import UPDATE
 from zpp_lab.engines.frozen import mark
 from zpp_lab.engines.fsdp.comm import Installed
@@ -48,6 +47,8 @@ class Kept:
         self.updates: list[Exchange] = [u.update for u in in_turn if u.update is not None]
         self.stale = bool(self.updates)  # whether the weights have still to be kept
         self.ok: Tensor | None = None  # whether the last norm was finite, as long as it is read
+        self.streams: Streams = self.updates[0].streams if self.updates else HostStreams()
+        self.under_way = Overlap(self.streams, f"{UPDATE} between nodes")
 
     def start(self, done: int) -> None:
         """Keep the weights after `done` steps, before the first step and after a state without
@@ -62,21 +63,33 @@ class Kept:
             masters = self._masters(p.name for p in update.plan.unit.parameters)
             update.start(masters, done, there)
 
-    def send(self, done: int, norm: Tensor, sent: Bytes, observer: Observer | None) -> None:
-        """A step has updated the masters, if `norm` is finite: send the weights after `done` steps,
-        and add the bytes of all ranks to `sent`. They travel on a stream of their own, beside what
-        comes next, unless an observer looks."""
-        if not self.updates:
-            return
-        streams = self.updates[0].streams
-        ok = self.ok = torch.isfinite(norm)
-        updated = streams.mark()
-        with streams.lane(UPDATE) if observer is None else nullcontext():
-            streams.wait(updated)
-            for update in self.updates:
-                masters = self._masters(s.name for s in update.layout.segments)
-                update.send(masters, done, ok, observer)
-                add_bytes(sent, {UPDATE: update.ledger.step[UPDATE]}, update.cluster.world)
+    def send(
+        self,
+        done: int,
+        ok: Tensor,
+        sent: Bytes,
+        observer: Observer | None = None,
+        update: Callable[[Iterable[str]], None] = lambda names: None,
+    ) -> None:
+        """A step has updated the masters, if `ok` is true on the device: send the weights after
+        `done` steps, and add the bytes of all ranks to `sent`. `update`: updates the masters of
+        these names, unit by unit. Weights travel on a stream of their own, beside what comes next,
+        unless an observer looks."""
+        self.ok = ok  # is read until all is encoded
+        for exchange in self.updates:
+            update(p.name for p in exchange.plan.unit.parameters)
+            masters = self._masters(s.name for s in exchange.layout.segments)
+            if observer is None:
+                updated = self.streams.mark()
+                with self.streams.lane(UPDATE):
+                    self.streams.wait(updated)
+                    self.under_way.ship(*exchange.begin(masters, done, ok))
+            else:
+                for part in exchange.begin(masters, done, ok, observer):
+                    part()
+            add_bytes(sent, {UPDATE: exchange.ledger.step[UPDATE]}, exchange.cluster.world)
+        with self.streams.lane(UPDATE):
+            self.under_way.join()
 
     def wait(self) -> None:
         """The current stream goes on once all weights are where they belong: before masters

@@ -334,7 +334,7 @@ class Loop:
         self.wrapped.reshard()
         if not self.kept.stale:  # where a step was dropped, of the weights as they are
             given = norm if norm is not None else torch.zeros((), device=self.device)
-            self._kept().send(clock.step + 1, given, no_bytes(), None)
+            self._kept().send(clock.step + 1, torch.isfinite(given), no_bytes())
         if norm is not None and self.wrapped.memories.planned and bool(torch.isfinite(norm)):
             self.wrapped.memories.commit()
         self.norm_at_end, self.begun, self.marked = None, False, None

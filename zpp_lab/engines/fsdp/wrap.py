@@ -17,9 +17,9 @@ from torch.distributed.fsdp import (
 
 from zpp_lab.collectives.context import Clock, Memories
 from zpp_lab.collectives.plan import Plan
-from zpp_lab.collectives.transport import Transport
+from zpp_lab.collectives.transport import CudaStreams, HostStreams, Transport
 from zpp_lab.engines.fsdp.base import in_param_dtype, set_aside
-from zpp_lab.engines.fsdp.comm import Installed, install, install_later, land
+from zpp_lab.engines.fsdp.comm import Installed, UnderWay, install, install_later, land
 from zpp_lab.engines.fsdp.gradients import LandedReduce
 from zpp_lab.engines.fsdp.mesh import Ranks
 from zpp_lab.engines.fsdp.packed import Fallbacks
@@ -41,6 +41,7 @@ class Wrapped:
     installed: list[Installed] = field(default_factory=list)
     phases: dict[int, tuple[list[Installed], Memories]] = field(default_factory=dict)
     reduces: list[LandedReduce] = field(default_factory=list)  # of each unit
+    under_way: UnderWay = field(default_factory=lambda: UnderWay(HostStreams(), "grads"))
 
     def reshard(self) -> None:
         """Drop gathered weights and what hpZ kept: the next forward gathers anew."""
@@ -133,6 +134,8 @@ def wrap(
     set_aside(model, first.values(), plan.stored, device)
     memories = Memories(plan.memories, [transport.rank])
     wrapped = Wrapped(model, sharded, Clock(seed), Fallbacks(), memories, plans)
+    if device.type == "cuda":
+        wrapped.under_way = UnderWay(CudaStreams(), "grads")
     wrapped.phases = dict.fromkeys(plans, ([], memories))
     if not all(is_untouched(each, ordered) for each in plans.values()):
         wrapped.installed = install(
@@ -144,6 +147,7 @@ def wrap(
             wrapped.fallbacks,
             device,
             memories,
+            wrapped.under_way,
         )
         wrapped.phases[0] = wrapped.installed, memories
         wrapped.add(first for first in plans if first)

@@ -16,16 +16,20 @@ from typing import Any, Protocol
 from zpp_lab.train.launch.gpus import Placement
 
 # One socket and thread for each of NCCL's connections: it has some on every channel, which fill
-# 50 Gb/s, and more of them share a slow link less evenly (experiments/speed, part sockets). The
-# variables of the environment win over these.
+# 50 Gb/s, and more of them share a slow link less evenly (experiments/speed, part sockets). Chunks
+# of an exchange are as large as NCCL's buffer allows: at 50 Gb/s smaller ones cost a tenth of a
+# step (experiments/speed/calls/23). The variables of the environment win over these.
 SOCKETS = {
     "NCCL_IB_DISABLE": "1",
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_FAMILY": "AF_INET",
     "NCCL_SOCKET_NTHREADS": "1",
     "NCCL_NSOCKS_PERTHREAD": "1",
+    "NCCL_P2P_NET_CHUNKSIZE": "524288",
 }
 ALWAYS = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+# A stream that waits holds up others in its hardware queue: each has one, as far as there are.
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", "32"
 
 
 def rank_environment(
@@ -50,7 +54,7 @@ def node_environment(
 ) -> dict[str, str]:
     """Return the variables that ranks of a node share; enough for a torchrun on each node."""
     made = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": str(port)}
-    made |= {**placement.variables(node), **ALWAYS}
+    made |= _of_the_gpu(placement, node, given)
     if hosts.interface is None:
         return made
     return {
@@ -64,8 +68,13 @@ def node_environment(
 def shared_environment(placement: Placement, node: int, given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of ranks that share GPUs without namespaces between their nodes: NCCL
     goes over this host's own sockets, as fast as they are."""
-    made = {**placement.variables(node), **ALWAYS, "NCCL_SOCKET_IFNAME": "=lo"}
+    made = {**_of_the_gpu(placement, node, given), "NCCL_SOCKET_IFNAME": "=lo"}
     return {**made, **nccl_settings(given), "NCCL_HOSTID": f"zpp-node{node}"}
+
+
+def _of_the_gpu(placement: Placement, node: int, given: Mapping[str, str]) -> dict[str, str]:
+    name, most = QUEUES
+    return {name: given.get(name, most), **placement.variables(node), **ALWAYS}
 
 
 def nccl_settings(given: Mapping[str, str]) -> dict[str, str]:

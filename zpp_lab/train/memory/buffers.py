@@ -195,6 +195,10 @@ class Buffers:
             most = max(most, one.stays + other.stays + flipped)
         return most
 
+    def travelling(self, unit: UnitPlan) -> int:
+        """Return the bytes of the last hop, which stay while the next unit's is encoded."""
+        return 0 if self.untouched else [self._leg(*leg) for leg in self._legs(unit)][-1].stays
+
     def _leg(self, kind: Kind, link: Link, rows: int, members: int, row: int) -> _Leg:
         """Return the bytes of `rows` rows to each member; a gather has its row in the output."""
         nbytes = rows * members * row

@@ -210,7 +210,10 @@ class _Rank:
 
     def _updates(self) -> list[Item]:
         """Count a unit's new weights in transfer, whose memory torch reserves for their stream."""
-        most = max(map(self._update, self.plan.units)) if self.plan.recipe.kept else 0
+        units = self.plan.units if self.plan.recipe.kept else ()
+        most = max(map(self._update, units), default=0)
+        travelling = sorted(map(self.buffers.update, units))[-2:]
+        most += travelling[0] if len(travelling) > 1 else 0  # beside the largest one
         return [
             Item("new weights, in transfer", moments(update=most)),
             Item("new weights, their stream's", always(most) | {"update": 0}, outside=True),
@@ -333,11 +336,15 @@ class _Rank:
         return found
 
     def _reductions(self) -> dict[Moment, int]:
-        """Count the reduction under way, or the input of the one before it, not freed yet."""
-        held = self._held(self.unit)
-        block, root = self._reduction(self.unit), self._reduction(self.root)
-        found = moments(early=self.early * held, late=held if len(self.units) > 1 else 0, root=root)
-        return found | {"early sent": block, "late sent": block}
+        """Count the reduction that is encoded, and of the one before it what travels, or also its
+        input, not freed yet."""
+        waits = self.plan.recipe.cluster.world == 1 or self.config.engine.offload
+        before = 0 if waits else self.buffers.travelling(self.unit)
+        held = self._held(self.unit) + before
+        block, root = self._reduction(self.unit), self._reduction(self.root) + before
+        later = len(self.units) > 1
+        found = moments(early=self.early * held, late=later * held, root=root)
+        return found | {"early sent": block, "late sent": block + later * before}
 
     def _held(self, unit: UnitPlan) -> int:
         """Count the input of one unit's reduction: FSDP2's buffer, or our gradients."""
