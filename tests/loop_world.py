@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import loop_jobs
+from tests import loop_base, loop_jobs
 from zpp_lab.api import init
 from zpp_lab.collectives.peer.choose import connect
 from zpp_lab.collectives.recipe import Recipe
@@ -59,7 +59,7 @@ def cluster_of(shape: str) -> ClusterConfig:
 def fits(name: str, cluster: ClusterConfig) -> bool:
     """Whether the cluster has every wire of the recipe, weights_update too."""
     try:
-        Recipe(loop_jobs.RECIPES[name], cluster)
+        Recipe(loop_base.RECIPES[name], cluster)
     except ValueError:
         return False
     return cluster.nodes > 1 or name not in loop_jobs.KEPT
@@ -112,14 +112,14 @@ def _start(words: list[str], answers: Path, more: float) -> str:
 
 def main() -> None:
     folder, shape, choice, device, *jobs = sys.argv[1:]
-    loop_jobs.WORLD.shape = shape
-    loop_jobs.WORLD.device = init("gloo" if device == "cpu" else None)
+    loop_base.WORLD.shape = shape
+    loop_base.WORLD.device = init("gloo" if device == "cpu" else None)
     cluster: Any = cluster_of(shape)
     way: Any = choice
-    transport = connect(cluster, Watchdog(HANGS), way, loop_jobs.WORLD.device)
+    transport = connect(cluster, Watchdog(HANGS), way, loop_base.WORLD.device)
     for text in jobs:
         job, name = text.split(":")
-        loop_jobs.WORLD.width = WIDE if job in BITS else 8
+        loop_base.WORLD.width = WIDE if job in BITS else 8
         more = [folder] if job == "resumed" else []
         function: Callable[..., Any] = getattr(loop_jobs, job)
         with patch("zpp_lab.api.connect", lambda *_: transport):

@@ -146,8 +146,9 @@ def shard(
 ) -> Sharded:
     """Shard `model` in place and return it with its plan; every rank makes the same call.
 
-    Rank 0 prints to stderr what a step sends, and how much of it is quantized. A model on the meta
-    device needs `to_empty` and weights afterwards, as with FSDP2.
+    Rank 0 prints to stderr what a step sends, and how much of it is quantized. A model in host
+    memory goes to this rank's GPU; one on the meta device needs `to_empty` and weights afterwards.
+    Both are as with FSDP2.
 
     recipe: a recipe's name, its YAML file, its settings.
     mesh: over which ranks: its dimensions `nodes` and `gpus`, or one `dp`; others are left alone.
@@ -315,8 +316,9 @@ def _repeated(module: nn.Module) -> list[nn.Module]:
 
 
 def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
+    """Return where the model will be: on this rank's GPU, where FSDP2 puts what is elsewhere."""
     device = next(model.parameters()).device
-    if device.type != "meta":
+    if device.type == "cuda":
         return device
     if mesh is None:
         on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())

@@ -78,6 +78,7 @@ def tried(lab: Lab, case: str, cluster: Any, graph: bool, plant: str) -> dict[st
         step(number)
     replays = engine.graph.replays
     weight, good = local(engine.parameters[name]), None
+    engine.kept.wait()  # new weights are still being encoded from it
     if lab.rank == rank:
         good = weight.detach().view(-1)[:3].clone()
         with torch.no_grad():
