@@ -12,7 +12,7 @@ copy-in and copy-out operators then land there (`packed.py`):
 
 Streams and lifetimes stay FSDP2's own: it keeps the gather's buffer until the copy-out is
 done, and the reduction's input until its event has passed, and a packet (payload, or the
-gradients) lives in that buffer. Nothing here waits on the host. After a step `check_unit` compares
+gradients) lives in that buffer. Nothing here waits on the host. After a step `sent.py` compares
 what a unit really sent with what its plan says.
 
 Facts that this file relies on: `allocate` runs twice for a reduction, first for its input.
@@ -25,7 +25,7 @@ factor, and after a forced SUM it divides by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,9 +38,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from zpp_lab.collectives.context import Clock, Memories
 from zpp_lab.collectives.exchange import Exchange
 from zpp_lab.collectives.gather import Gather, GatherSpec, Packet
-from zpp_lab.collectives.ledger import Ledger, LedgerError
-from zpp_lab.collectives.plan import Bytes, Unit, UnitPlan
-from zpp_lab.collectives.reduce import Names, Reduce, ReduceSpec, uneven
+from zpp_lab.collectives.ledger import Ledger
+from zpp_lab.collectives.plan import Unit, UnitPlan
+from zpp_lab.collectives.reduce import Names, Reduce, ReduceSpec
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import (
     Overlap,
@@ -406,25 +406,3 @@ def _ordered(unit: Unit, order: Names) -> Unit:
     last = sorted(order, key=lambda n: n in unit.stored)  # a frozen base ends the payload
     parameters = tuple(by_name[n] for n in last)
     return replace(unit, parameters=parameters)
-
-
-def check_unit(unit: Installed, sent: Bytes, planned: Bytes, present: Set[str]) -> None:
-    """LedgerError when bytes differ on a wire, or when a parameter's gradient (`present`: names)
-    did not come from our reductions."""
-    name = unit.plan.unit.name
-    if unit.reduce.sums is not None:
-        raise ValueError(uneven(set(unit.reduce.summed)))
-    for wire, traffic in planned.items():
-        if sent[wire] != traffic:
-            raise LedgerError(
-                f"unit {name}, {wire}: sent {sent[wire]}, planned {traffic} bytes in this step "
-                "(inside nodes, between nodes): the engine did not follow the recipe; please "
-                "report this"
-            )
-    reduced = {n for names in unit.present.taken for n in names}
-    astray = reduced ^ (unit.plan.unit.trainable & present)
-    if astray:
-        raise LedgerError(
-            f"unit {name}: the gradient of {min(astray)} and the unit's reductions do not agree "
-            "on whether it was sent; please report this"
-        )

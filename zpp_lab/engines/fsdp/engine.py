@@ -18,46 +18,29 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from zpp_lab.codecs.errors import ErrorSums, Telemetry
 from zpp_lab.codecs.numerics import clip_factor, fold_sum, total_norm
 from zpp_lab.collectives.peer.choose import connect
-from zpp_lab.collectives.plan import (
-    Bytes,
-    Plan,
-    StepUse,
-    add_bytes,
-    leg_bytes,
-    no_bytes,
-    plans_by_step,
-)
+from zpp_lab.collectives.plan import Bytes, Plan, StepUse, add_bytes, plans_by_step
 from zpp_lab.collectives.transport import Transport, all_gather
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.schema import Config
-from zpp_lab.config.wires import UPDATE
-from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
-from zpp_lab.engines.frozen import check_marks, mark_all
+from zpp_lab.engines.base import Batch, Batches, Engine, StepResult
+from zpp_lab.engines.frozen import mark_all
 from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
-from zpp_lab.engines.fsdp.comm import check_unit
 from zpp_lab.engines.fsdp.graph import StepGraph, obstacle
-from zpp_lab.engines.fsdp.kept import Kept, on_ranks
+from zpp_lab.engines.fsdp.kept import Kept
 from zpp_lab.engines.fsdp.prefetch import InVain, Laps, Prefetch, Usage
 from zpp_lab.engines.fsdp.rollout import all_agree, rolled_bytes, rolling
-from zpp_lab.engines.fsdp.watch import Finding, RankWatch, merged_telemetry
+from zpp_lab.engines.fsdp.sent import Sent
+from zpp_lab.engines.fsdp.state import EngineState
+from zpp_lab.engines.fsdp.watch import RankWatch, merged_telemetry, refuse
 from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
 from zpp_lab.engines.norm import squares
-from zpp_lab.engines.optim.build import (
-    adamw,
-    check_state,
-    guarded_step,
-    optimizer_state,
-    set_rate,
-    zero_state,
-)
+from zpp_lab.engines.optim.build import adamw, guarded_step, set_rate
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.rollout import Policy, check_mark, eager
 from zpp_lab.engines.units import ROOT, named_units, with_root
@@ -120,14 +103,17 @@ class FsdpEngine(Engine):
         self.prefetch = Prefetch(self.wrapped.by_name, ROOT, config.engine.prefetch)
         self.vain = InVain(plan.recipe.config.again)
         self.started: set[str] = set()  # units that have run at least once
-        self.settled: tuple[Any, Bytes] | None = None  # what was last sent as planned, and bytes
         self.rolled: Bytes = {}  # of rollouts since the last step
+        self.sent = Sent(self.wrapped, self.vain)
         self.clock, self.laps = self.wrapped.clock, Laps()
         self.memories = self.wrapped.memories
         names = self.base.names  # not ours to train, or to save
         self.parameters = {n: p for n, p in model.named_parameters() if n not in names}
         self.kept = Kept(self.wrapped.installed, self.parameters)
         self.optimizer = adamw(self.parameters, config.optimization, config.seed)
+        self.state = EngineState(
+            self.wrapped, self.parameters, self.kept, self.optimizer, self.base
+        )
         static = bool(getattr(model, "same_every_step", False))
         self.graph = StepGraph(
             self._passes,
@@ -159,7 +145,7 @@ class FsdpEngine(Engine):
     def enter(self, done: int) -> None:
         if self.wrapped.enter(done):
             self.plan, self.memories = self.wrapped.plan, self.wrapped.memories
-            self.settled = None
+            self.sent.settled = None
             self.graph.restart()
 
     def _start(self, done: int) -> None:
@@ -168,6 +154,12 @@ class FsdpEngine(Engine):
             self.enter(max(0, done - 1))
             self.kept.start(done)
             self.enter(done)
+
+    def _alone(self) -> None:
+        """Prepare for anything but a usual step: a graph's memory, and what its steps have left in
+        it, is given back."""
+        self.wrapped.reshard()
+        self.graph.drop()
 
     # ------------------------------------------------------------------ one step
 
@@ -179,11 +171,11 @@ class FsdpEngine(Engine):
         own, use = self._gradients(step, batches, watch)
         fell_back = self.wrapped.fallbacks.check(self.config.engine.allow_fallback)
         grads = self._grads()
-        sent = self._sent(use, frozenset(grads), as_planned=not fell_back)
+        sent = self.sent.count(self.plan, use, frozenset(grads), as_planned=not fell_back)
         add_bytes(sent, self.rolled)
         self.rolled = {}
         if watch is None:
-            self.graph.note(self.settled)
+            self.graph.note(self.sent.settled)
         losses, norm = self._totals(own, grads)
         laps.done("norm")
         self._update(step, lr, norm, sent, watch)
@@ -207,7 +199,7 @@ class FsdpEngine(Engine):
         """Forward and backward of every micro-step; this rank's losses, fp64 [micro-steps]."""
         own = [batches(self.rank, micro) for micro in range(self.plan.micro_steps)]
         if watch is not None:
-            self.graph.drop()
+            self._alone()
             return self._passes(step, own, watch)
         if not self.graph.ready or not self.memories.steady(step):
             return self.graph.eager(step, own)
@@ -293,34 +285,6 @@ class FsdpEngine(Engine):
             values: list[float] = torch.stack(scalars).tolist()
         return values
 
-    def _sent(self, use: StepUse, present: frozenset[str], as_planned: bool) -> Bytes:
-        """What all ranks sent; LedgerError names a unit that did not follow the plan.
-        `present`: who has a gradient.
-
-        Every rank sends the same, so each compares its own count. Where FSDP2 is untouched its
-        transfers are out of sight, and the figures are the plan's.
-        """
-        units = self.wrapped.installed
-        vain = dict(self.vain.forward), dict(self.vain.backward)
-        counts = [dict(u.ledger.step) for u in units]  # as they are: new weights still add to them
-        facts = use, present, vain, counts, [u.present.taken for u in units]
-        if self.settled is not None and as_planned and self.settled[0] == facts:
-            return dict(self.settled[1])  # the same again: what was checked holds
-        total = self._compared(use, present, as_planned) if units else self.plan.step_bytes(use)
-        self.settled = (facts, dict(total)) if as_planned else None
-        return total
-
-    def _compared(self, use: StepUse, present: frozenset[str], as_planned: bool) -> Bytes:
-        total = no_bytes()
-        for unit in self.wrapped.installed:
-            sent = {wire: t * self.cluster.world for wire, t in unit.ledger.step.items()}
-            legs = unit.plan.legs(use) + self.vain.legs(unit.plan)
-            planned = leg_bytes(leg for leg in legs if leg.wire != UPDATE)  # which is yet to come
-            if as_planned:
-                check_unit(unit, sent, planned, present)
-            add_bytes(total, sent)
-        return total
-
     def _update(
         self, step: int, lr: float, norm: Tensor, sent: Bytes, watch: RankWatch | None
     ) -> None:
@@ -357,31 +321,20 @@ class FsdpEngine(Engine):
         self.optimizer.zero_grad(set_to_none=True)
         order = {name: i for i, name in enumerate(self.parameters)}
         watch = RankWatch(step, self.rank, order, check=True)
-        self.graph.drop()
+        self._alone()
         own = [batches(self.rank, micro) for micro in range(self.plan.micro_steps)]
         self._passes(step, own, watch)
         if not self.wrapped.installed:
-            self._look_at_means(watch)
+            watch.means(self._grads())
         self.optimizer.zero_grad(set_to_none=True)
-        found: list[Finding | None] = [None] * self.cluster.world
-        dist.all_gather_object(found, watch.first)
-        findings = sorted(f for f in found if f is not None)
-        if findings:
-            raise NonFiniteError(step, findings[0].where)
-        raise NonFiniteError(step, "the gradient norm overflowed although every gradient is finite")
-
-    def _look_at_means(self, watch: RankWatch) -> None:
-        """Nothing of ours sees what an untouched FSDP2 sends; its result is all there is."""
-        for name, grad in self._grads().items():
-            if not bool(torch.isfinite(grad).all()):
-                watch.mean(name)
+        refuse(watch)
 
     # ------------------------------------------------------------------ the rest
 
     @contextmanager
     def rollout(self, step: int, gather: str = "rollout", counted: bool = True) -> Iterator[Policy]:
         whole = gather != "token"
-        self.graph.drop()
+        self._alone()
         self.enter(step)
         self._start(step)
         marked = self._mark()
@@ -415,10 +368,9 @@ class FsdpEngine(Engine):
     def token_scores(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
         """Ranks take the batches in turn; all of them join every gather and get all scores."""
         todo, world = list(batches), self.cluster.world
-        self.graph.drop()
+        self._alone()
         self.enter(step)
         self._start(step)
-        self.wrapped.reshard()
         self.clock.step, self.clock.grad, self.clock.master = step, False, not wire
         self.clock.observer = None
         self.model.eval()
@@ -441,49 +393,15 @@ class FsdpEngine(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         """Sharded weights (DTensors), and the optimizer's state, both by parameter name."""
-        base = {"base": dict(self.base.marks)} if self.base.marks else {}
-        return self._state(self.kept.state()) | base
-
-    def _state(self, kept: Mapping[str, DTensor]) -> dict[str, Any]:
-        memories = self.memories.state()
-        return {
-            "weights": {n: p.detach() for n, p in self.parameters.items()},
-            "optimizer": optimizer_state(self.optimizer, self.parameters),
-            **({"kept": dict(kept)} if kept else {}),
-            **({"memory": on_ranks(memories, self.parameters)} if memories else {}),
-        }
+        return self.state.save()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sharded or whole tensors by name, of this model on any cluster.
 
         ValueError when they are another model's.
         """
-        differing = sorted(set(self.parameters) ^ set(state["weights"]))
-        if differing:
-            raise ValueError(f"the checkpoint is of another model; {differing[0]} differs")
-        check_marks(self.base.marks, state.get("base", {}))
-        kept = state["optimizer"]
-        dtypes = {k: {n: t.dtype for n, t in named.items()} for k, named in kept.items()}
-        check_state(self.optimizer, self.parameters, dtypes)
-        self.graph.drop()
-        self.wrapped.reshard()
-        self._make_optimizer_state(kept.get("step", {}))
-        with torch.no_grad():
-            for name, p in self.parameters.items():
-                self._put(p, state["weights"][name])
-            for key, values in kept.items():
-                for name, value in values.items():
-                    self._put(self.optimizer.state[self.parameters[name]][key], value)
-            remembered = state.get("kept", {})
-            for name, own in self.kept.remembered().items() if remembered else ():
-                if name in remembered:
-                    self._put(own, remembered[name])
-        self.kept.loaded(remembered)
-        rows = state.get("memory", {})
-        for name, mine in self.memories.make(rows, self.device).items():
-            value = rows[name]
-            whole = not isinstance(value, DTensor)
-            mine.copy_(value[self.rank : self.rank + 1] if whole else local(value))
+        self._alone()
+        self.state.load(state, self.device)
 
     def load_checkpoint(self, saved: Saved, memories: Iterable[str] | None = None) -> int:
         """Read this rank's part of a checkpoint that any cluster wrote; returns its step. Every
@@ -494,34 +412,7 @@ class FsdpEngine(Engine):
         they agree after reading, and nothing is exchanged before, so no rank waits for one that
         found damage. Another checkpoint can be loaded then.
         """
-        self.graph.drop()
-        self.agreed(lambda: self._make_room(saved, memories))
-        self.wrapped.reshard()
-        state, there = self._state(self.kept.remembered()), saved.kept_names
-        state["kept"] = {n: t for n, t in state.get("kept", {}).items() if n in there}
-        self.agreed(lambda: saved.read_into(state))
-        self.kept.loaded(there)
+        self._alone()
+        self.agreed(lambda: self.state.make_room(saved, memories, self.device))
+        self.state.read(saved, self.agreed)
         return saved.step
-
-    def _make_room(self, saved: Saved, memories: Iterable[str] | None) -> None:
-        """Check that a checkpoint fits this run, and make the optimizer's states and memories."""
-        differing = sorted(set(self.parameters) ^ set(saved.shapes))
-        if differing:
-            raise ValueError(f"{saved.path} is of another model; {differing[0]} differs")
-        check_marks(self.base.marks, saved.marks)
-        states = saved.states()
-        check_state(self.optimizer, self.parameters, states)
-        self._make_optimizer_state(states.get("step", {}))
-        self.memories.make(set(saved.memories() if memories is None else memories), self.device)
-
-    def _make_optimizer_state(self, names: Iterable[str]) -> None:
-        """Zeros in place of the optimizer's state: for the named parameters, none for others."""
-        self.optimizer.state.clear()
-        for name in names:
-            p = self.parameters[name]
-            self.optimizer.state[p] = zero_state(self.optimizer, p.detach())
-
-    def _put(self, into: Tensor, value: Tensor) -> None:
-        whole = isinstance(into, DTensor) and not isinstance(value, DTensor)
-        part = value[slice(*self._own_rows(value.shape))] if whole else local(value)
-        local(into).copy_(part)

@@ -179,7 +179,8 @@ class StepGraph:
         captured = self.step
         for own, new in zip(captured.inputs, batches, strict=True):
             for mine, batch in zip(own, new, strict=True):
-                mine.copy_(batch if batch.is_cuda else batch.pin_memory(), non_blocking=True)
+                pinned = mine.is_cuda and not batch.is_cuda
+                mine.copy_(batch.pin_memory() if pinned else batch, non_blocking=True)
         captured.words.load(step)
         transfers = self.watchdog.graphs(self.device)
         transfers.start(captured.labels)

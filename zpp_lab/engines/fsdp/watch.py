@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -93,10 +94,12 @@ class RankWatch:
             place = (1, rank, self.micro, 2 if wire == INTER else 1)
             self._look(place, wire, layout, after, rank)
 
-    def mean(self, name: str) -> None:
-        """This rank's shard of a mean gradient is not finite."""
-        error = NonFiniteError(self.step, f"the mean gradient of {name} is not finite")
-        self._found((2, 0, 0, 0), name, error)
+    def means(self, grads: Mapping[str, Tensor]) -> None:
+        """This rank's shards of mean gradients: all that is seen of an untouched FSDP2."""
+        for name, grad in grads.items():
+            if not bool(torch.isfinite(grad).all()):
+                error = NonFiniteError(self.step, f"the mean gradient of {name} is not finite")
+                self._found((2, 0, 0, 0), name, error)
 
     def _look(
         self,
@@ -127,6 +130,15 @@ def _decoded(layout: Layout, payload: Tensor, dtypes: Sequence[torch.dtype]) -> 
     ]
     kernels.decode(layout, payload, outs)
     return outs
+
+
+def refuse(watch: RankWatch) -> NoReturn:
+    """Raise NonFiniteError on all ranks, with the first finding of any."""
+    found: list[Finding | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, watch.first)
+    first = min((f for f in found if f is not None), default=None)
+    where = "the gradient norm overflowed although every gradient is finite"
+    raise NonFiniteError(watch.step, first.where if first else where)
 
 
 def merged_telemetry(errors: ErrorSums, device: torch.device) -> Telemetry:

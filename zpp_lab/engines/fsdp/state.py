@@ -1,0 +1,109 @@
+"""The state of one rank's engine: what checkpoints keep, and how it is read again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zpp_lab.engines.frozen import check_marks
+from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
+from zpp_lab.engines.fsdp.kept import Kept, on_ranks
+from zpp_lab.engines.fsdp.wrap import Wrapped
+from zpp_lab.engines.optim.build import AdamW, check_state, optimizer_state, zero_state
+from zpp_lab.engines.optim.shards import local
+from zpp_lab.runs.checkpoint.read import Saved
+
+State = dict[str, Any]
+
+
+class EngineState:
+    """Weights, optimizer, residuals and node-replicated weights of one rank."""
+
+    def __init__(
+        self,
+        wrapped: Wrapped,
+        parameters: Mapping[str, nn.Parameter],
+        kept: Kept,
+        optimizer: AdamW,
+        base: FrozenBase,
+    ) -> None:
+        self.wrapped, self.parameters, self.kept = wrapped, parameters, kept
+        self.optimizer, self.base = optimizer, base
+        self.rank, self.shards = wrapped.memories.ranks[0], wrapped.plan.recipe.shards
+
+    def save(self) -> State:
+        """Sharded weights (DTensors), and the optimizer's state, both by parameter name."""
+        base = {"base": dict(self.base.marks)} if self.base.marks else {}
+        return self._now(self.kept.state()) | base
+
+    def _now(self, kept: Mapping[str, DTensor]) -> State:
+        memories = self.wrapped.memories.state()
+        return {
+            "weights": {n: p.detach() for n, p in self.parameters.items()},
+            "optimizer": optimizer_state(self.optimizer, self.parameters),
+            **({"kept": dict(kept)} if kept else {}),
+            **({"memory": on_ranks(memories, self.parameters)} if memories else {}),
+        }
+
+    def load(self, state: State, device: torch.device) -> None:
+        """Take sharded or whole tensors by name, of this model on any cluster. ValueError when they
+        are another model's."""
+        differing = sorted(set(self.parameters) ^ set(state["weights"]))
+        if differing:
+            raise ValueError(f"the checkpoint is of another model; {differing[0]} differs")
+        check_marks(self.base.marks, state.get("base", {}))
+        kept = state["optimizer"]
+        dtypes = {k: {n: t.dtype for n, t in named.items()} for k, named in kept.items()}
+        check_state(self.optimizer, self.parameters, dtypes)
+        self._make_optimizer_state(kept.get("step", {}))
+        with torch.no_grad():
+            for name, p in self.parameters.items():
+                self._put(p, state["weights"][name])
+            for key, values in kept.items():
+                for name, value in values.items():
+                    self._put(self.optimizer.state[self.parameters[name]][key], value)
+            remembered = state.get("kept", {})
+            for name, own in self.kept.remembered().items() if remembered else ():
+                if name in remembered:
+                    self._put(own, remembered[name])
+        self.kept.loaded(remembered)
+        rows = state.get("memory", {})
+        for name, mine in self.wrapped.memories.make(rows, device).items():
+            value = rows[name]
+            whole = not isinstance(value, DTensor)
+            mine.copy_(value[self.rank : self.rank + 1] if whole else local(value))
+
+    def read(self, saved: Saved, agreed: Callable[[Callable[[], None]], None]) -> None:
+        """Read this rank's part of a checkpoint for which `make_room` has been called."""
+        state, there = self._now(self.kept.remembered()), saved.kept_names
+        state["kept"] = {n: t for n, t in state.get("kept", {}).items() if n in there}
+        agreed(lambda: saved.read_into(state))
+        self.kept.loaded(there)
+
+    def make_room(self, saved: Saved, memories: Iterable[str] | None, device: torch.device) -> None:
+        """Check that a checkpoint fits this run, and make the optimizer's states and memories."""
+        differing = sorted(set(self.parameters) ^ set(saved.shapes))
+        if differing:
+            raise ValueError(f"{saved.path} is of another model; {differing[0]} differs")
+        check_marks(self.base.marks, saved.marks)
+        states = saved.states()
+        check_state(self.optimizer, self.parameters, states)
+        self._make_optimizer_state(states.get("step", {}))
+        own = set(saved.memories() if memories is None else memories)
+        self.wrapped.memories.make(own, device)
+
+    def _make_optimizer_state(self, names: Iterable[str]) -> None:
+        """Zeros in place of the optimizer's state: for the named parameters, none for others."""
+        self.optimizer.state.clear()
+        for name in names:
+            p = self.parameters[name]
+            self.optimizer.state[p] = zero_state(self.optimizer, p.detach())
+
+    def _put(self, into: Tensor, value: Tensor) -> None:
+        whole = isinstance(into, DTensor) and not isinstance(value, DTensor)
+        rows = own_rows(value.shape, self.shards, self.rank % self.shards) if whole else (0, 0)
+        local(into).copy_(value[slice(*rows)] if whole else local(value))
