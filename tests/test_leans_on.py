@@ -102,8 +102,9 @@ def _exists(place: str, name: str) -> bool:
         group = internals._fsdp_param_group.FSDPParamGroup
         return name in (*dir(group), *group.__init__.__code__.co_names)
     if place == "FSDPParam":
-        cut = inspect.unwrap(internals._fsdp_param.FSDPParam._init_sharded_param)
-        return name in cut.__code__.co_names
+        made = internals._fsdp_param.FSDPParam
+        cut = inspect.unwrap(made._init_sharded_param)
+        return name in (*dir(made), *cut.__code__.co_names)
     return hasattr(look_up(place), name)
 
 

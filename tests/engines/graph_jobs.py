@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from tests.engines.fake_graph import faked
+from tests.engines.fake_graph import FakeCuda, faked
 from tests.engines.fsdp_parity import (
     BF16,
     H4,
@@ -28,7 +29,7 @@ from tests.engines.fsdp_parity import (
 )
 from tests.engines.uneven import batch, build_uneven
 from zpp_lab.collectives.transport import ProcessGroups, Transport
-from zpp_lab.collectives.watchdog import Watchdog
+from zpp_lab.collectives.watchdog import CollectiveError, Watchdog
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, Config
 from zpp_lab.engines.build import build_plan
@@ -80,8 +81,8 @@ class Runs:
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport, self.device = transport, device
 
-    def engine(self, config: Config, graph: bool) -> FsdpEngine:
-        config = replace(config, engine=replace(config.engine, graph="auto" if graph else False))
+    def engine(self, config: Config, graph: bool | str) -> FsdpEngine:
+        config = replace(config, engine=replace(config.engine, graph=graph))
         model = build_uneven().to(self.device)
         model.same_every_step = True  # type: ignore[assignment]
         plan = build_plan(model, config)
@@ -104,13 +105,13 @@ class Runs:
 
     def replayed(self, config: Config) -> tuple[Outcome, int]:
         """The same from a graph, and by another engine after a checkpoint."""
-        engine = self.engine(config, True)
+        engine = self.engine(config, "auto")
         done = self.steps(engine, 0, SAVED)
         saved = tree_map(lambda t: t.detach().clone(), engine.state_dict())
         done += self.steps(engine, SAVED, STEPS)
         left = kept(engine)
         engine.graph.drop()
-        again = self.engine(config, True)
+        again = self.engine(config, "auto")
         again.load_state_dict(saved)
         resumed = self.steps(again, SAVED, STEPS)
         assert resumed == done[-len(resumed) :], "resumed otherwise"
@@ -137,3 +138,83 @@ def on_cpu(nodes: int, local: int, names: Sequence[str] = NAMES) -> dict[str, st
     with faked():
         runs = Runs(transport, torch.device("cpu"))
         return {case: equal(case, runs, nodes, local) for case in names}
+
+
+def one_rank_differs(runs: Runs, config: Config) -> list[Any]:
+    """Rank 1's batch is shorter in one step: what differs from eager steps, replays."""
+
+    def batches(step: int, rank: int, micro: int) -> tuple[Tensor, ...]:
+        every = batch(step, rank, micro)
+        return tuple(t[:, :4].contiguous() for t in every) if (step, rank) == (6, 1) else every
+
+    done, left, replays = [], [], 0
+    for graph in ("auto", False):
+        engine = runs.engine(config, graph)
+        done.append(runs.steps(engine, 0, 8, batches))
+        left.append(kept(engine))
+        replays += engine.graph.replays
+        engine.graph.drop()
+    return [done[0] == done[1] and not differs(([], [], left[0]), ([], [], left[1])), replays]
+
+
+def fails(runs: Runs, config: Config, fake: FakeCuda, at: str, wanted: Any) -> list[Any]:
+    """The first capture fails, on all ranks within a unit's forward or backward, or on rank 1 at
+    its end: what is said, whether steps equal eager ones, and how many were replayed. (A fake
+    capture runs its transfers, so no rank can leave the others in the middle.)"""
+    engine = runs.engine(config, wanted)
+    module: Any = engine.model.layers[1]
+
+    def fail(*_: Any) -> None:
+        if engine.transport.watchdog.capturing is not None:
+            raise CollectiveError("a broken link") if at == "transfer" else KeyError("x")
+
+    def end() -> None:
+        if at == "end" and runs.transport.rank == 1:
+            raise RuntimeError("invalidated")
+
+    fake.fails = end
+    if at in ("forward", "transfer"):
+        module.register_forward_pre_hook(fail)
+    elif at == "backward":
+        module.register_forward_hook(lambda _, __, out: out.register_hook(fail) and None)
+    said, done = "", []
+    try:
+        done = runs.steps(engine, 0, 6)
+    except ValueError as refused:
+        said = str(refused)
+    fake.fails = lambda: None
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, said)
+    same = False
+    if done:
+        plain = runs.engine(config, False)
+        same = runs.steps(plain, 0, 6) == done
+        same &= not differs(([], [], kept(engine)), ([], [], kept(plain)))
+    return [every, same, engine.graph.replays, engine.graph.on]
+
+
+def often(runs: Runs, config: Config, every: int) -> int:
+    """Replays of twelve steps with telemetry in each so many."""
+    engine = runs.engine(config, "auto")
+    for step in range(12):
+        engine.step(step, 1e-2, partial(batch, step), telemetry=step % every == 0)
+    engine.graph.drop()
+    return engine.graph.replays
+
+
+def hindered(nodes: int, local: int) -> dict[str, Any]:
+    """What stands against a graph, over gloo."""
+    transport = ProcessGroups(ClusterConfig(nodes, local), Watchdog(100.0))
+    config = made("residual_differences", nodes, local)
+    with faked() as fake:
+        runs = Runs(transport, torch.device("cpu"))
+        found: dict[str, Any] = {
+            "one rank differs": one_rank_differs(runs, config),
+        }
+        for at in ("forward", "backward", "end", "transfer"):
+            found[at] = fails(runs, config, fake, at, "auto")
+        found["wanted"] = fails(runs, config, fake, "end", True)
+        for every in (2, 3, 4):
+            before = fake.captures
+            found[f"often {every}"] = [often(runs, config, every), fake.captures - before]
+        return found

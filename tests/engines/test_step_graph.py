@@ -8,9 +8,9 @@ import torch
 from zpp_lab.codecs import parameter_id
 from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.collectives.context import Clock, Memories, RowMemory
-from zpp_lab.collectives.watchdog import Captured, Watchdog
+from zpp_lab.collectives.watchdog import GraphTransfers, Watchdog
 from zpp_lab.config.wires import FORWARD, INTRA
-from zpp_lab.engines.fsdp.graph import Words
+from zpp_lab.engines.fsdp.words import Words
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def test_residuals_that_stay_where_they_are_get_the_same_values() -> None:
 
 
 def test_a_transfer_of_a_graph_that_does_not_end_is_named() -> None:
-    transfers = Captured(CPU)
+    transfers = GraphTransfers(CPU)
     transfers.begin()
     for label in ("weights_forward of unit a", "grads_intra of unit b"):
         transfers.mark(label)

@@ -29,7 +29,7 @@ class CollectiveError(RuntimeError):
     """A transfer failed or took too long; names its wire and unit."""
 
 
-class Captured:
+class GraphTransfers:
     """The transfers of a CUDA graph, each of which leaves the replay's number in pinned memory, so
     that one that does not end can be named.
 
@@ -130,8 +130,8 @@ class Watchdog:
 
     def __init__(self, seconds: float, act: Callable[[str], None] | None = None) -> None:
         self.seconds, self.act = seconds, act or (lambda message: on_late(message))
-        self.captured: Captured | None = None  # of all CUDA graphs
-        self.capturing: Captured | None = None  # the same during a capture
+        self.replayed: GraphTransfers | None = None  # of all CUDA graphs
+        self.capturing: GraphTransfers | None = None  # the same during a capture
         self.begun, self.failed = 0, ""  # transfers so far; what befell the first that failed
         self.flying: deque[Watch] = deque()
         self.spare: deque[torch.cuda.Event] = deque()  # of transfers that have finished
@@ -143,10 +143,10 @@ class Watchdog:
     def watch(self, label: object, device: torch.device, rank: int = 0) -> Watch:
         return Watch(self, label, device, rank)
 
-    def graphs(self, device: torch.device) -> Captured:
+    def graphs(self, device: torch.device) -> GraphTransfers:
         """The transfers of CUDA graphs on the device."""
-        self.captured = self.captured or Captured(device)
-        return self.captured
+        self.replayed = self.replayed or GraphTransfers(device)
+        return self.replayed
 
     def event(self) -> torch.cuda.Event:
         """One that nothing waits for."""

@@ -57,10 +57,8 @@ from zpp_lab.engines.fsdp.packed import Box, Fallbacks, Packed
 LEANS_ON = {
     # what fully_shard.state(module) returns; several groups a module from torch 2.13 on
     "FSDPState": (
-        "_fsdp_param_groups|_fsdp_param_group",
-        "_pre_forward",
-        "_post_forward",
-        "_lazy_init",
+        *("_fsdp_param_groups|_fsdp_param_group", "_pre_forward", "_post_forward", "_lazy_init"),
+        *("_state_ctx", "_comm_ctx"),  # for idle.py
     ),
     "FSDPParamGroup": ("fsdp_params", "_init_mp_dtypes"),
     "FSDPParam": (
@@ -71,6 +69,7 @@ LEANS_ON = {
         "sharded_size",
         "to_sharded_dtensor",
         "_setattr_on_modules",
+        *("to_sharded", "unsharded_param"),  # for idle.py
     ),
     "operators": (
         "all_gather_copy_in",
@@ -269,10 +268,11 @@ def parameter_order(module: nn.Module, names: dict[int, str]) -> Names:
 def managed(module: nn.Module) -> list[Any]:
     """FSDP2's own parameter objects of a wrapped module and those it travels with, in its
     order."""
-    return [p for group in _groups(module) for p in group.fsdp_params]
+    return [p for group in param_groups(module) for p in group.fsdp_params]
 
 
-def _groups(module: nn.Module) -> list[Any]:
+def param_groups(module: nn.Module) -> list[Any]:
+    """FSDP2's groups of the parameters of a wrapped module and those it travels with."""
     state = fully_shard.state(module)  # type: ignore[attr-defined]
     groups = getattr(state, "_fsdp_param_groups", None)
     return [g for g in groups or [state._fsdp_param_group] if g]
@@ -286,7 +286,7 @@ def begin(root: nn.Module) -> None:
 def retrain(module: nn.Module, reduce: LandedReduce) -> None:
     """Others of a unit's parameters are trained from now on: let FSDP2 look at dtypes again, which
     it does for trained ones alone."""
-    for group in _groups(module):
+    for group in param_groups(module):
         group._init_mp_dtypes()
     reduce.landing.dtype, reduce.present.fresh = gradient_dtype(module), True
 

@@ -115,16 +115,9 @@ class FsdpEngine(Engine):
             self.wrapped, self.parameters, self.kept, self.optimizer, self.base
         )
         static = bool(getattr(model, "same_every_step", False))
-        self.graph = StepGraph(
-            self._passes,
-            config.engine.graph,
-            obstacle(device, config.engine.offload, static),
-            self.parameters,
-            self.wrapped,
-            self.transport,
-            self.transport.watchdog,
-            device,
-        )
+        why_not = obstacle(device, config.engine.offload, static)
+        wanted = config.engine.graph
+        self.graph = StepGraph(self._passes, self.wrapped, self.transport, wanted, why_not)
         self.built = building.seconds
 
     def _connect(self) -> Transport:
@@ -159,7 +152,7 @@ class FsdpEngine(Engine):
         """Prepare for anything but a usual step: a graph's memory, and what its steps have left in
         it, is given back."""
         self.wrapped.reshard()
-        self.graph.drop()
+        self.graph.interrupt()
 
     # ------------------------------------------------------------------ one step
 
@@ -172,8 +165,8 @@ class FsdpEngine(Engine):
         fell_back = self.wrapped.fallbacks.check(self.config.engine.allow_fallback)
         grads = self._grads()
         sent = self.sent.count(self.plan, use, frozenset(grads), as_planned=not fell_back)
-        add_bytes(sent, self.rolled)
-        self.rolled = {}
+        rolled, self.rolled = self.rolled, {}
+        add_bytes(sent, rolled)
         if watch is None:
             self.graph.note(self.sent.settled)
         losses, norm = self._totals(own, grads)
@@ -182,6 +175,9 @@ class FsdpEngine(Engine):
         laps.done("update")
         loss, length = self._read(fold_sum(losses.flatten()) / losses.numel(), norm)
         if not math.isfinite(length):
+            if self.graph.misfit():
+                self.rolled = rolled
+                return self.step(step, lr, batches, telemetry)
             self._explain(step, batches)
         self.memories.commit(in_place=self.graph.step is not None)
         errors = self._telemetry(watch.errors, use) if watch and watch.errors else None
@@ -274,10 +270,15 @@ class FsdpEngine(Engine):
     def _totals(self, losses: Tensor, grads: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Losses fp64 [micro-steps, W], and the norm: alike on all ranks."""
         own = torch.cat((losses, squares(grads, self.plan, self.device).view(1)))
+        if self.graph.odd:
+            own.fill_(math.nan)  # so that no rank updates anything
         every = torch.empty(self.cluster.world, own.numel(), dtype=own.dtype, device=self.device)
         with self.transport.watched("losses and gradient norm (world)", self.device):
             all_gather(every.view(-1), own)
-        return every[:, :-1].t().contiguous(), total_norm(every[: self.shards, -1])
+        norm = total_norm(every[: self.shards, -1])
+        if self.shards < self.cluster.world:  # others have the same, unless one is not finite
+            norm = norm + 0 * every[self.shards :, -1].sum()
+        return every[:, :-1].t().contiguous(), norm
 
     def _read(self, *scalars: Tensor) -> list[float]:
         """The step's one wait for the device, when everything has been started."""

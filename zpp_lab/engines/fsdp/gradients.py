@@ -196,6 +196,10 @@ class Landing:
         self._input = weakref.ref(made)
         return made
 
+    def forget(self) -> None:
+        """The reduction under way is given up."""
+        self._input = None
+
     def expected(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The output [numel] of a reduction in `dtype`: one element's memory for all."""
         return torch.empty_strided((numel,), (0,), dtype=self.dtype or dtype, device=device)
