@@ -48,7 +48,7 @@ from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.units import Block, cut_units
 from zpp_lab.files import amount, missing, percents, read_yaml
-from zpp_lab.train.launch.place import enter, placed
+from zpp_lab.train.launch.place import enter, placed, prepare_graphs
 
 
 def recipe(name: str, *overrides: str) -> RecipeConfig:
@@ -66,6 +66,7 @@ def init(backend: str | None = None) -> torch.device:
     enter(os.environ)
     on_gpu = torch.cuda.is_available() and backend != "gloo"
     if on_gpu:
+        prepare_graphs(os.environ)
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if on_gpu else "gloo"))

@@ -66,7 +66,8 @@ class Fake:
         wires = {"weights_forward": [10, 20]} if name == "zeropp" else None
         slow = [{"seconds": [0.1 * (r + 1)] * steps, "bytes": wires} for r in range(self.world)]
         idle = [None if name == "fsdp2" else 0.01] * steps
-        return [{**a, "peak": 2**30, "device": "none", "waiting": idle} for a in slow]
+        more = {"peak": 2**30, "device": "none", "waiting": idle}
+        return [{**a, **more, "replayed": name in (KERNELS, "zeropp")} for a in slow]
 
     def close(self) -> None: ...
 
@@ -100,6 +101,8 @@ def test_arms_take_turns_and_the_files_say_what_came_out(
     made = bench(tmp_path, ["fsdp2", "zeropp"])
     assert made.cells["zeropp", None].waiting == [0.01] * 6
     assert made.cells["fsdp2", None].waiting == []  # nobody told
+    floors = {name: made._floor_of(cell) for (name, _), cell in made.cells.items()}
+    assert floors == {COMPUTE: COMPUTE, KERNELS: KERNELS, "fsdp2": COMPUTE, "zeropp": KERNELS}
     timed = [name for do, name, steps in fake.asked if do == "steps" and steps == 3]
     assert timed == [COMPUTE] * 2 + [KERNELS] * 2 + ["fsdp2", "zeropp"] * 2
     assert ("drop", COMPUTE, 0) in fake.asked

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from zpp_lab.config.schema import ClusterConfig
-from zpp_lab.train.launch.place import check_place, enter, placed, slurm_place
+from zpp_lab.train.launch.place import check_place, enter, placed, prepare_graphs, slurm_place
 
 STEP = {
     "SLURM_PROCID": "5",
@@ -106,3 +106,10 @@ def status(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "Z"
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_nccl_registers_nothing_for_graphs_unless_it_is_told_to(given: str | None) -> None:
+    environment = {} if given is None else {"NCCL_GRAPH_REGISTER": given}
+    prepare_graphs(environment)
+    assert environment["NCCL_GRAPH_REGISTER"] == (given or "0")

@@ -59,6 +59,7 @@ from zpp_lab.train.launch.place import (
     enter,
     patience,
     placed,
+    prepare_graphs,
     see_own_gpus,
 )
 from zpp_lab.train.memory.estimate import KILLED, check_host_memory
@@ -392,6 +393,7 @@ def connect(config: Config) -> int:
     if not cpu:
         if config.engine.deterministic:  # cuBLAS reads it when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        prepare_graphs(os.environ)
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         if PROGRAM in os.environ:
             torch.zeros(1, device="cuda")  # now CUDA has started

@@ -59,6 +59,15 @@ def enter(environment: MutableMapping[str, str]) -> None:
         environment.update(slurm_place(environment))
 
 
+def prepare_graphs(environment: MutableMapping[str, str]) -> None:
+    """Set what NCCL must read before process groups are made of which CUDA graphs will hold
+    transfers, unless the user has set it."""
+    # NCCL would register the buffers of each captured transfer, with all ranks together, and keep
+    # that as long as the graph. Graphs of steps are captured again and again, over memory that
+    # torch frees in between.
+    environment.setdefault("NCCL_GRAPH_REGISTER", "0")
+
+
 def slurm_place(environment: Variables) -> dict[str, str]:
     """Return torchrun's variables, from those of srun. ValueError names one that is missing."""
     needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")

@@ -40,9 +40,13 @@ TRANSPORTS: dict[tuple[object, ...], Transport] = {}  # communicators are made o
 
 class Timed(Protocol):
     """waiting: seconds in which the host, done with the last step, waited for the device; None
-    where an engine does not tell. Near 0 the host was what bounded that step."""
+    where an engine does not tell. Near 0 the host was what bounded that step. replays: how many
+    steps so far came from a CUDA graph."""
 
     waiting: float | None
+
+    @property
+    def replays(self) -> int: ...
 
     def step(self, number: int, batches: Batches) -> Bytes | None:
         """Do one optimizer step; return the bytes of all ranks by wire, None if unknown."""
@@ -88,6 +92,10 @@ class Through:
         self.engine = engine
         self.waiting: float | None = None
 
+    @property
+    def replays(self) -> int:
+        return self.engine.graph.replays if isinstance(self.engine, FsdpEngine) else 0
+
     def step(self, number: int, batches: Batches) -> Bytes | None:
         result = self.engine.step(number, LR, batches, False)
         sent, self.waiting = result.bytes, result.seconds.get("waiting")
@@ -120,7 +128,8 @@ class Replayed:
     def __init__(
         self, run: Callable[[list[Batch]], list[Tensor]], model: nn.Module, graph: bool
     ) -> None:
-        self.run, self.model, self.wanted, self.calls = run, model, graph, 0
+        self.run, self.model, self.wanted = run, model, graph
+        self.calls = self.replays = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, batches: list[Batch]) -> list[Tensor]:
@@ -138,6 +147,7 @@ class Replayed:
             for mine, theirs in zip(own, new, strict=True):
                 mine.copy_(theirs)
         self.graph.replay()
+        self.replays += 1
         for p, grad in zip(self.model.parameters(), self.grads, strict=True):
             p.grad = grad
         return self.losses
@@ -181,6 +191,10 @@ class PlainFsdp2:
         draw(self.model, device)
         self.optimizer = adamw(dict(self.model.named_parameters()), config.optimization)
         self.passes = Replayed(partial(_passes, self.model), self.model, _graph(config))
+
+    @property
+    def replays(self) -> int:
+        return self.passes.replays
 
     def step(self, number: int, batches: Batches) -> Bytes | None:
         import torch.distributed as dist
@@ -255,6 +269,10 @@ class ComputeOnly:
         self.master = {n: nn.Parameter(self._own(p).float()) for n, p in self.weights.items()}
         self.optimizer = adamw(self.master, config.optimization)
         self.passes = Replayed(partial(_passes, self.model), self.model, _graph(config))
+
+    @property
+    def replays(self) -> int:
+        return self.passes.replays
 
     def _own(self, whole: Tensor) -> Tensor:
         """This rank's part; which part costs no time."""

@@ -6,7 +6,8 @@ All ranks get the same commands in the same order, so their collectives meet.
     {"do": "facts"}                        what this rank runs on
     {"do": "build", "arm": 0}              make the arm's engine and take one step
     {"do": "steps", "arm": 0, "steps": 3}  seconds of each step, those of them in which the host
-                                           waited for the device, the last's bytes, peak memory
+                                           waited for the device, the last's bytes, peak memory,
+                                           whether all came from a CUDA graph
     {"do": "drain"}                        wait for what all streams still compute and send
     {"do": "drop", "arm": 0}               give the engine's memory back
     {"do": "end"}
@@ -103,6 +104,7 @@ class Rank:
         arm, before = command["arm"], self._allocated()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+        replays = self.made[arm].replays
         dist.barrier()
         seconds, waiting, sent = [], [], None
         for _ in range(command["steps"]):
@@ -115,7 +117,9 @@ class Rank:
             peak = torch.cuda.max_memory_allocated(self.device) - before + self.resident[arm]
             peak = max(peak, self.captured[arm])
         wires = {wire: list(traffic) for wire, traffic in sent.items()} if sent else None
-        return {"seconds": seconds, "waiting": waiting, "bytes": wires, "peak": peak}
+        replayed = self.made[arm].replays - replays == command["steps"]
+        found = {"seconds": seconds, "waiting": waiting, "bytes": wires, "peak": peak}
+        return {**found, "replayed": replayed}
 
     def _step(self, arm: int) -> Any:
         config, number = self.arms[arm][1], self.numbers[arm]

@@ -36,7 +36,8 @@ class Cell:
     for the device, of the rank that waited least; none where an engine does not tell. wires: bytes
     of one step that all ranks sent, by wire [inside nodes, between nodes], as the ledger counted
     them. sent: bytes that left a node's interface in a step, headers included, the busiest node's.
-    resent: packets that TCP sent again in a step, all nodes'.
+    resent: packets that TCP sent again in a step, all nodes'. replayed: whether all steps came from
+    a CUDA graph, on all ranks.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -45,6 +46,7 @@ class Cell:
     resent: list[float] = field(default_factory=list)
     peak: int | None = None
     waiting: list[float] = field(default_factory=list)
+    replayed: bool = True
 
 
 @dataclass(frozen=True)

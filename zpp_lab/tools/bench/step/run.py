@@ -254,6 +254,7 @@ class StepBench:
         waited = zip(*(a["waiting"] for a in answers), strict=True)
         cell.waiting += [min(times) for times in waited if None not in times]
         cell.wires = answers[0]["bytes"]
+        cell.replayed &= all(a["replayed"] for a in answers)
         if self.hosts.interface is not None:
             cell.sent.append(sent)
             again = sum(self.hosts.resent(node) for node in nodes) - again
@@ -273,7 +274,7 @@ class StepBench:
         config, step = arm.config, median(cell.seconds)
         train, nodes = config.train, self.cluster.nodes
         tokens = train.batch_size * config.data.seq_len * train.micro_steps * self.cluster.world
-        own = self.cells.get((self._floor_of(arm), None))
+        own = self.cells.get((self._floor_of(cell), None))
         compute = median(own.seconds) if own else None
         on_link = None if arm.name in FLOORS else results.seconds_on_link(cell, nodes, link)
         least, report = results.floor(on_link, compute), self.links.get(link)
@@ -314,12 +315,10 @@ class StepBench:
             call=self.call,
         )
 
-    def _floor_of(self, arm: Arm) -> str:
-        """Which step without communication bounds the arm: the kernels' where a graph is replayed,
-        else the one that the host starts kernel by kernel."""
-        graph = arm.config.engine.graph
-        replays = graph is True or (graph == "auto" and arm.maker == "quick")
-        return KERNELS if replays and (KERNELS, None) in self.cells else COMPUTE
+    def _floor_of(self, cell: results.Cell) -> str:
+        """Which step without communication bounds the arm: the kernels' where its steps came from a
+        graph, else the one that the host starts kernel by kernel."""
+        return KERNELS if cell.replayed and (KERNELS, None) in self.cells else COMPUTE
 
     def _has_compute(self, rows: Sequence[dict[str, str]]) -> bool:
         """Whether a table has this shape's step without communication, for this model."""
