@@ -10,7 +10,7 @@ from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.collectives.context import Clock, Memories, RowMemory
 from zpp_lab.collectives.watchdog import GraphTransfers, Watchdog
 from zpp_lab.config.wires import FORWARD, INTRA
-from zpp_lab.engines.fsdp.words import Words
+from zpp_lab.engines.fsdp.graph import Words
 
 CPU = torch.device("cpu")
 

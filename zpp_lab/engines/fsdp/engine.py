@@ -40,7 +40,7 @@ from zpp_lab.engines.fsdp.state import EngineState
 from zpp_lab.engines.fsdp.watch import RankWatch, merged_telemetry, refuse
 from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
 from zpp_lab.engines.norm import squares
-from zpp_lab.engines.optim.build import adamw, guarded_step, set_rate
+from zpp_lab.engines.optim.build import adamw, set_rate
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.rollout import Policy, check_mark, eager
 from zpp_lab.engines.units import ROOT, named_units, with_root
@@ -115,9 +115,8 @@ class FsdpEngine(Engine):
             self.wrapped, self.parameters, self.kept, self.optimizer, self.base
         )
         static = bool(getattr(model, "same_every_step", False))
-        why_not = obstacle(device, config.engine.offload, static)
-        wanted = config.engine.graph
-        self.graph = StepGraph(self._passes, self.wrapped, self.transport, wanted, why_not)
+        graph = config.engine.graph, obstacle(device, config.engine.offload, static)
+        self.graph = StepGraph(self._passes, self.wrapped, self.transport, *graph)
         self.built = building.seconds
 
     def _connect(self) -> Transport:
@@ -129,11 +128,9 @@ class FsdpEngine(Engine):
         """Fill this rank's shards; returns where their rows came from."""
         materialize(self.model, "cpu" if self.config.engine.offload else self.device)
         start: Start = self.model.start(self.config.seed)  # type: ignore[operator]
-        self.agreed(lambda: fill(self.model, start, self._own_rows, local, skip=self.base.names))
+        rows = partial(own_rows, shards=self.shards, part=self.part)
+        self.agreed(lambda: fill(self.model, start, rows, local, skip=self.base.names))
         return start
-
-    def _own_rows(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        return own_rows(shape, self.shards, self.part)
 
     def enter(self, done: int) -> None:
         if self.wrapped.enter(done):
@@ -293,26 +290,11 @@ class FsdpEngine(Engine):
         nodes keep weights each unit's travel as soon as they are new, and are added to `sent`."""
         clip, ok = self.config.train.clip, torch.isfinite(norm)
         factor = clip_factor(norm, clip) if clip else None
-        found = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
-        self.optimizer.zero_grad(set_to_none=True)
         set_rate(self.optimizer, lr)
         self.kept.wait()
-
-        def update(names: Iterable[str]) -> None:
-            own = {name: found.pop(name) for name in names if name in found}
-            if not own:
-                return
-            grads = [local(grad) for grad in own.values()]
-            if factor is not None:
-                torch._foreach_mul_(grads, factor.to(grads[0].device))
-            for name, grad in own.items():
-                self.parameters[name].grad = grad
-            guarded_step(self.optimizer, ok, step)
-            for name in own:
-                self.parameters[name].grad = None
-
+        update = self.state.updates(step, factor, ok)
         self.kept.send(step + 1, ok, sent, watch, update)
-        update(list(found))
+        update(self.parameters)
 
     def _explain(self, step: int, batches: Batches) -> None:
         """The step is a pure function of the state: run it again and look at every value.
@@ -397,10 +379,8 @@ class FsdpEngine(Engine):
         return self.state.save()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sharded or whole tensors by name, of this model on any cluster.
-
-        ValueError when they are another model's.
-        """
+        """Sharded or whole tensors by name, of this model on any cluster. ValueError when they are
+        another model's."""
         self._alone()
         self.state.load(state, self.device)
 

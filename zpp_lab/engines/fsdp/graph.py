@@ -6,7 +6,7 @@ the same order, so no bit depends on it. Norm, clipping and update stay eager; t
 while the graph runs.
 
 What a captured step reads that changes from step to step lies on the device: batches, the keys of
-rounding noise (`words.py`), the count of the ranks' meetings over peer memory (cuda/peer/ship.cu),
+rounding noise (`Words`), the count of the ranks' meetings over peer memory (cuda/peer/ship.cu),
 and events that stand outside of the graph (new weights of node-replicated recipes). What it leaves
 on the host - gradients, bytes, which parameters were reduced - is put back after each replay.
 
@@ -40,16 +40,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zpp_lab.codecs import Noise, noise_key
 from zpp_lab.collectives.context import Key
 from zpp_lab.collectives.peer.slots import Ring
 from zpp_lab.collectives.peer.transport import PeerTransport
 from zpp_lab.collectives.plan import Bytes
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.collectives.watchdog import CollectiveError
+from zpp_lab.config.wires import Wire
 from zpp_lab.engines.base import Batch
 from zpp_lab.engines.fsdp.comm import managed
 from zpp_lab.engines.fsdp.idle import Idle, end_capture
-from zpp_lab.engines.fsdp.words import Words
 from zpp_lab.engines.fsdp.wrap import Wrapped
 
 WARM_UP = 2  # equal steps before a capture: kernels are loaded, buffers made, prefetches known
@@ -58,6 +59,41 @@ MISFITS = 3  # batches of another shape, after which steps stay eager
 NO_GPU = "there is no GPU"
 Run = Callable[[int, Sequence[Batch]], Any]
 Shapes = list[list[torch.Size]]
+Draw = tuple[int, Wire, tuple[int, ...], tuple[int, ...]]  # micro-step, wire, ranks, rows
+
+
+class Words:
+    """What a captured step's encoders draw from, on the device: rows and key of each draw."""
+
+    def __init__(self, seed: int, device: torch.device, room: int) -> None:
+        """`room`: rows of all draws together, at most."""
+        self.seed = seed
+        self.device = torch.zeros(room, 2, dtype=torch.int32, device=device)
+        self.rows: list[tuple[int, int]] = []
+        self.places: dict[Draw, tuple[int, int]] = {}  # first row, and the key's
+
+    def draw(self, micro: int, wire: Wire, ranks: tuple[int, ...], rows: tuple[int, ...]) -> Noise:
+        """The noise of a draw, with the key of whichever step `load` was called for."""
+        key = micro, wire, ranks, rows
+        if key not in self.places:
+            self.places[key] = len(self.rows), len(self.rows) + len(rows)
+            self.rows += [*zip(ranks, rows, strict=True), (0, 0)]
+            assert len(self.rows) <= len(self.device), "more draws than a step has"
+        first, last = self.places[key]
+        return Noise(0, ranks, rows, self.device[first : last + 1])
+
+    def load(self, step: int) -> None:
+        """Take the keys of this step, on the current stream."""
+        for (micro, wire, _, _), (_, place) in self.places.items():
+            key = noise_key(self.seed, step, micro, wire)
+            self.rows[place] = _signed(key & 0xFFFFFFFF), _signed(key >> 32)
+        if self.rows:
+            new = torch.tensor(self.rows, dtype=torch.int32, pin_memory=self.device.is_cuda)
+            self.device[: len(self.rows)].copy_(new, non_blocking=True)
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
 
 
 @dataclass

@@ -57,6 +57,7 @@ class Idle:
             for name, (value, held) in attributes.items():
                 _refill(value, held)
                 vars(each)[name] = value
+        self.wrapped.under_way.forget()
         for reduce in self.wrapped.reduces:
             reduce.present.seen.clear()
             reduce.landing.forget()

@@ -13,7 +13,13 @@ from zpp_lab.engines.frozen import check_marks
 from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp.kept import Kept, on_ranks
 from zpp_lab.engines.fsdp.wrap import Wrapped
-from zpp_lab.engines.optim.build import AdamW, check_state, optimizer_state, zero_state
+from zpp_lab.engines.optim.build import (
+    AdamW,
+    check_state,
+    guarded_step,
+    optimizer_state,
+    zero_state,
+)
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.runs.checkpoint.read import Saved
 
@@ -34,6 +40,29 @@ class EngineState:
         self.wrapped, self.parameters, self.kept = wrapped, parameters, kept
         self.optimizer, self.base = optimizer, base
         self.rank, self.shards = wrapped.memories.ranks[0], wrapped.plan.recipe.shards
+
+    def updates(
+        self, step: int, factor: Tensor | None, ok: Tensor
+    ) -> Callable[[Iterable[str]], None]:
+        """Take all gradients; returns what updates the parameters of given names that have one,
+        each once: clipped by `factor`, and unchanged where `ok` is false on the device."""
+        found = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+        self.optimizer.zero_grad(set_to_none=True)
+
+        def update(names: Iterable[str]) -> None:
+            own = {name: found.pop(name) for name in names if name in found}
+            if not own:
+                return
+            grads = [local(grad) for grad in own.values()]
+            if factor is not None:
+                torch._foreach_mul_(grads, factor.to(grads[0].device))
+            for name, grad in own.items():
+                self.parameters[name].grad = grad
+            guarded_step(self.optimizer, ok, step)
+            for name in own:
+                self.parameters[name].grad = None
+
+        return update
 
     def save(self) -> State:
         """Sharded weights (DTensors), and the optimizer's state, both by parameter name."""
