@@ -4,7 +4,7 @@ the real graph, on the CPU with tests/engines/fake_graph.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -78,13 +78,18 @@ def other(step: int, rank: int, micro: int) -> tuple[Tensor, ...]:
 class Runs:
     """Engines of this rank."""
 
-    def __init__(self, transport: Transport, device: torch.device) -> None:
-        self.transport, self.device = transport, device
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device,
+        build: Callable[[], Any] = build_uneven,
+    ) -> None:
+        self.transport, self.device, self.build = transport, device, build
 
     def engine(self, config: Config, graph: bool | str) -> FsdpEngine:
         config = replace(config, engine=replace(config.engine, graph=graph))
-        model = build_uneven().to(self.device)
-        model.same_every_step = True  # type: ignore[assignment]
+        model = self.build().to(self.device)
+        model.same_every_step = True
         plan = build_plan(model, config)
         return FsdpEngine(model, plan, config, self.device, self.transport)
 
@@ -157,23 +162,27 @@ def one_rank_differs(runs: Runs, config: Config) -> list[Any]:
     return [done[0] == done[1] and not differs(([], [], left[0]), ([], [], left[1])), replays]
 
 
-def fails(runs: Runs, config: Config, fake: FakeCuda, at: str, wanted: Any) -> list[Any]:
-    """The first capture fails, on all ranks within a unit's forward or backward, or on rank 1 at
-    its end: what is said, whether steps equal eager ones, and how many were replayed. (A fake
-    capture runs its transfers, so no rank can leave the others in the middle.)"""
+def fails(
+    runs: Runs, config: Config, at: str, wanted: Any = "auto", fake: FakeCuda | None = None
+) -> list[Any]:
+    """The first capture fails, on all ranks within a unit's forward or backward, or on rank 1
+    there (`alone`) or at its end: what is said, whether steps equal eager ones, and how many were
+    replayed. A fake capture runs its transfers, so no rank can leave the others in the middle."""
     engine = runs.engine(config, wanted)
-    module: Any = engine.model.layers[1]
+    module: Any = engine.model.units()[1][1]
 
     def fail(*_: Any) -> None:
-        if engine.transport.watchdog.capturing is not None:
+        own = at != "alone" or runs.transport.rank == 1
+        if own and engine.transport.watchdog.capturing is not None:
             raise CollectiveError("a broken link") if at == "transfer" else KeyError("x")
 
     def end() -> None:
         if at == "end" and runs.transport.rank == 1:
             raise RuntimeError("invalidated")
 
-    fake.fails = end
-    if at in ("forward", "transfer"):
+    if fake is not None:
+        fake.fails = end
+    if at in ("forward", "transfer", "alone"):
         module.register_forward_pre_hook(fail)
     elif at == "backward":
         module.register_forward_hook(lambda _, __, out: out.register_hook(fail) and None)
@@ -182,7 +191,8 @@ def fails(runs: Runs, config: Config, fake: FakeCuda, at: str, wanted: Any) -> l
         done = runs.steps(engine, 0, 6)
     except ValueError as refused:
         said = str(refused)
-    fake.fails = lambda: None
+    if fake is not None:
+        fake.fails = lambda: None
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, said)
     same = False
@@ -190,6 +200,7 @@ def fails(runs: Runs, config: Config, fake: FakeCuda, at: str, wanted: Any) -> l
         plain = runs.engine(config, False)
         same = runs.steps(plain, 0, 6) == done
         same &= not differs(([], [], kept(engine)), ([], [], kept(plain)))
+    engine.graph.drop()
     return [every, same, engine.graph.replays, engine.graph.on]
 
 
@@ -208,12 +219,10 @@ def hindered(nodes: int, local: int) -> dict[str, Any]:
     config = made("residual_differences", nodes, local)
     with faked() as fake:
         runs = Runs(transport, torch.device("cpu"))
-        found: dict[str, Any] = {
-            "one rank differs": one_rank_differs(runs, config),
-        }
+        found: dict[str, Any] = {"one rank differs": one_rank_differs(runs, config)}
         for at in ("forward", "backward", "end", "transfer"):
-            found[at] = fails(runs, config, fake, at, "auto")
-        found["wanted"] = fails(runs, config, fake, "end", True)
+            found[at] = fails(runs, config, at, fake=fake)
+        found["wanted"] = fails(runs, config, "end", True, fake)
         for every in (2, 3, 4):
             before = fake.captures
             found[f"often {every}"] = [often(runs, config, every), fake.captures - before]

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.engines import graph_world
 from tests.engines.fsdp_world import run_world
 from tests.engines.graph_jobs import NAMES, hindered, on_cpu
 
@@ -56,3 +63,45 @@ def test_a_graph_that_is_given_up_soon_is_not_captured(found: dict[str, Any]) ->
     """A capture takes the host longer than an eager step."""
     assert found["often 2"] == found["often 3"] == [0, 0]
     assert found["often 4"] == [7, 3]
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All answers of one start of two ranks; with its output where it has failed."""
+    answers = tmp_path_factory.mktemp("graphs") / "answers"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "tests.engines.graph_world", str(answers)]
+    quiet = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    log = answers.with_suffix(".log")
+    with log.open("wb") as file:
+        done = subprocess.run(
+            command,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, **quiet, "OMP_NUM_THREADS": "1"},
+            stdout=file,
+            stderr=file,
+            timeout=300,
+            check=False,
+        )
+    lines = answers.read_text().splitlines() if answers.exists() else []
+    text = log.read_text(errors="replace") if done.returncode else ""
+    return {"output": text[-6000:], **dict(json.loads(line) for line in lines)}
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("name", graph_world.names())
+def test_real_graphs(name: str, on_gpus: dict[str, Any]) -> None:
+    """The same over NCCL and over peer memory, whatever fails in a capture."""
+    assert name in on_gpus, on_gpus["output"]
+    if name in graph_world.FAILS:
+        assert on_gpus[name] == [["", ""], True, 0, False]
+    elif name == "one rank differs":
+        same, replays = on_gpus[name]
+        assert same
+        assert replays >= 3
+    else:
+        assert on_gpus[name] == ""

@@ -1,0 +1,88 @@
+"""Steps from real CUDA graphs on two GPUs, over peer memory and NCCL. An answer is a line of JSON.
+
+torchrun --standalone --nproc-per-node 2 -m tests.engines.graph_world ANSWERS
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+import torch.distributed as dist
+from torch.utils import deterministic
+
+from tests.engines.graph_jobs import NAMES, Runs, equal, fails, made, one_rank_differs
+from zpp_lab.api import init
+from zpp_lab.collectives.peer.choose import Choice, connect
+from zpp_lab.collectives.recipe import Recipe
+from zpp_lab.collectives.watchdog import Watchdog
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.schema import ClusterConfig
+from zpp_lab.models import build_model
+
+MODEL = ModelConfig(dim=96, layers=2, heads=4, kv_heads=2, ffn=150)
+WORLDS: list[tuple[int, int, Choice]] = [(1, 2, "peer"), (2, 1, "groups"), (2, 1, "peer")]
+FAILS = ("alone", "forward", "backward")
+
+
+def fits(case: str, nodes: int, local: int) -> bool:
+    """Whether the cluster has every wire of a case, in each phase."""
+    try:
+        for phase in made(case, nodes, local).phases:
+            Recipe.of(phase.config)
+    except ValueError:
+        return False
+    return True
+
+
+def names() -> list[str]:
+    """The name of every answer of `main`."""
+    cases = [
+        f"{case} on {nodes}x{local} {choice}"
+        for nodes, local, choice in WORLDS
+        for case in NAMES
+        if fits(case, nodes, local)
+    ]
+    return [*cases, *FAILS, "one rank differs"]
+
+
+def main() -> None:
+    device = init()
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+    def keep(name: str, job: Callable[[], Any]) -> None:
+        found = job()
+        torch.cuda.synchronize()
+        if dist.get_rank() == 0:
+            with Path(sys.argv[1]).open("a") as file:
+                file.write(json.dumps([name, found]) + "\n")
+
+    for nodes, local, choice in WORLDS:
+        transport = connect(ClusterConfig(nodes, local), Watchdog(30.0), choice, device)
+        model = partial(build_model, MODEL, 37, device=str(device), seed=3)
+        runs = Runs(transport, device, model)
+        for case in NAMES:
+            if fits(case, nodes, local):
+                job = partial(equal, case, runs, nodes, local, device="cuda")
+                keep(f"{case} on {nodes}x{local} {choice}", job)
+        if (nodes, choice) == (2, "groups"):
+            config = made("residual_differences", nodes, local, device="cuda")
+            keep("one rank differs", partial(one_rank_differs, runs, config))
+            for at in FAILS:
+                keep(at, partial(fails, runs, config, at))
+    dist.barrier()
+    torch.cuda.synchronize()
+    os._exit(0)  # groups that are torn down may abort
+
+
+if __name__ == "__main__":
+    main()
