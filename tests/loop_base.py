@@ -10,20 +10,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from torch import Tensor, nn
 
-from zpp_lab.api import recipe, shard
+from zpp_lab.api import shard
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import RecipeConfig
+from zpp_lab.files import conf_dir
 
-SMALL = ("recipe.weights.block_size=16", "recipe.grads.block_size=16")
+
+def chosen(name: str, **changes: dict[str, Any]) -> RecipeConfig:
+    """A recipe of conf/ with other settings; by Hydra it would take a rank a while."""
+    values = yaml.safe_load((conf_dir() / "recipe" / f"{name}.yaml").read_text())
+    for group, own in changes.items():
+        values[group] = {**values.get(group, {}), **own}
+    return load(RecipeConfig, values)
+
+
+BLOCKS = {"block_size": 16}
+SMALL = {"weights": BLOCKS, "grads": BLOCKS}
 RECIPES = {
-    "zero3": recipe("zero3"),
-    "zero3_reordered": recipe("zero3_reordered"),
-    "zeropp": recipe("zeropp", *SMALL, "recipe.grads.rounding=stochastic"),
-    "amsp_node": recipe("amsp_node"),
-    "w4_diff": recipe("w4_diff", "recipe.weights_update.block_size=16"),
-    "sdp4bit": recipe("sdp4bit", "recipe.weights_update.block_size=16"),
-    "loco": recipe("loco", *SMALL),
-    "w8_then_w4": recipe("w8_then_w4", *SMALL),
+    "zero3": chosen("zero3"),
+    "zero3_reordered": chosen("zero3_reordered"),
+    "zeropp": chosen("zeropp", weights=BLOCKS, grads={**BLOCKS, "rounding": "stochastic"}),
+    "amsp_node": chosen("amsp_node"),
+    "w4_diff": chosen("w4_diff", weights_update=BLOCKS),
+    "sdp4bit": chosen("sdp4bit", weights_update=BLOCKS),
+    "loco": chosen("loco", **SMALL),
+    "w8_then_w4": chosen("w8_then_w4", **SMALL),
 }
 STEPS = 3
 CPU = torch.device("cpu")

@@ -66,18 +66,45 @@ JOBS: dict[Callable[..., Any], tuple[str, ...]] = {
 }
 
 
-def jobs(folder: str) -> dict[str, Any]:
+ALL = [(job, name) for job in JOBS for name in JOBS[job]] + [(resumed, name) for name in RESUMED]
+# The recipes of jobs that are run with all of theirs by the slow tests alone.
+FEWER: dict[Callable[..., Any], tuple[str, ...]] = {
+    swapped: ("amsp_node", "sdp4bit"),
+    optimizers: ("zero3", "loco"),
+    own_among_micro_steps: ("loco",),
+    forwards: ("amsp_node", "loco"),
+    inference: ("zeropp",),
+    frozen_parts: ("zero3", "amsp_node"),
+    integers: ("zeropp",),
+    bf16: ("zeropp",),
+    resumed: ("sdp4bit", "w8_then_w4"),
+}
+SOME = [(job, name) for job, name in ALL if name in FEWER.get(job, (name,))]
+
+
+def jobs(folder: str, few: bool) -> dict[str, Any]:
     """One start of ranks serves all tests, and one transport all models: each would start threads
     of its own."""
     transport = ProcessGroups(ClusterConfig(2, 2), Watchdog(100.0))
     with patch("zpp_lab.api.connect", lambda *_: transport), redirect_stderr(StringIO()):
-        found = {f"{job.__name__} {name}": job(name) for job in JOBS for name in JOBS[job]}
-        return found | {f"resumed {name}": resumed(name, folder) for name in RESUMED}
+        return {
+            f"{job.__name__} {name}": job(name, folder) if job is resumed else job(name)
+            for job, name in (SOME if few else ALL)
+        }
+
+
+class Few(dict[str, Any]):
+    """Answers for `SOME`; a test of another recipe is skipped."""
+
+    def __missing__(self, key: str) -> Any:
+        assert key in {f"{job.__name__} {name}" for job, name in ALL}
+        pytest.skip("runs among the slow tests")
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 WORLDS = [
-    pytest.param(("2x2", "groups", "cpu"), id="gloo-2x2"),
+    pytest.param(("2x2", "few", "cpu"), id="gloo-2x2-few"),
+    pytest.param(("2x2", "groups", "cpu"), id="gloo-2x2", marks=pytest.mark.slow),
     pytest.param(("2x1", "groups", "cpu"), id="gloo-2x1", marks=pytest.mark.slow),
     pytest.param(("1x2", "groups", "cpu"), id="gloo-1x2", marks=pytest.mark.slow),
     pytest.param(("2x1", "groups", "cuda"), id="nccl-2x1", marks=[pytest.mark.gpu, two_gpus]),
@@ -90,10 +117,9 @@ def answers(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     folder = tmp_path_factory.mktemp("kinds")
     shape, choice, device = request.param
     if shape == "2x2":
-        found: dict[str, Any] = run_world(4, jobs, str(folder))
-        return found
-    every = [(job.__name__, name) for job in JOBS for name in JOBS[job]]
-    return ask(shape, choice, device, every + [("resumed", name) for name in RESUMED], folder)
+        found: dict[str, Any] = run_world(4, jobs, str(folder), choice == "few")
+        return Few(found) if choice == "few" else found
+    return ask(shape, choice, device, [(job.__name__, name) for job, name in ALL], folder)
 
 
 Answers = dict[str, Any]

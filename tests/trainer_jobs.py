@@ -17,15 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.tensor import DTensor
 
-from zpp_lab.api import recipe, shard
+from tests.loop_base import RECIPES
+from zpp_lab.api import shard
 
-SMALL = ("recipe.weights.block_size=16", "recipe.grads.block_size=16")
-RECIPES = {
-    "zero3": recipe("zero3"),
-    "zeropp": recipe("zeropp", *SMALL, "recipe.grads.rounding=stochastic"),
-    "sdp4bit": recipe("sdp4bit", "recipe.weights_update.block_size=16"),
-    "loco": recipe("loco", *SMALL),
-}
 WORLD, BATCH, LENGTH, RATE = 2, 2, 12, 1e-2
 
 
@@ -491,13 +485,10 @@ def adapted(name: str) -> list[list[float]]:
 
 
 FAST: dict[str, Callable[[], Any]] = {
-    "losses llama smoothed": lambda: losses("llama", "smoothed"),
     "losses gpt2 accumulated": lambda: losses("gpt2", "accumulated"),
-    "losses bert": lambda: losses("bert", "smoothed", gradient_accumulation_steps=2),
     "bits loco llama": lambda: bits("loco", "llama", False),
     "bits zeropp gpt2 each": lambda: bits("zeropp", "gpt2", True),
     "accelerated zero3": lambda: accelerated("zero3"),
-    "accelerated loco": lambda: accelerated("loco"),
     "scaled zero3": lambda: scaled("zero3"),
     "saved sdp4bit gpt2": lambda: saved("sdp4bit", "gpt2"),
     "generated zero3": lambda: generated("zero3"),
@@ -505,6 +496,8 @@ FAST: dict[str, Callable[[], Any]] = {
 }
 SLOW: dict[str, Callable[[], Any]] = {
     **{f"losses llama {case}": partial(losses, "llama", case) for case in CASES},
+    "losses bert": lambda: losses("bert", "smoothed", gradient_accumulation_steps=2),
+    "accelerated loco": lambda: accelerated("loco"),
     "losses net": lambda: losses("net", "accumulated", each=True),
     "autocast": lambda: losses("llama", "plain", bf16=True),
     "losses gpt2 smoothed": lambda: losses("gpt2", "smoothed"),

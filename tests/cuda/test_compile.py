@@ -19,6 +19,7 @@ from zpp_lab.files import cuda_dir
 
 WHOLE = {"adamw", "encode", "ship"}  # all of our inline assembly, and TMA
 PARTLY = {"decode", "errors", "memory", "reduce", "reencode", "squares"}
+SLOW = PARTLY - {"decode", "squares"}
 
 
 def tools() -> build.Toolchain:
@@ -52,7 +53,9 @@ def test_it_compiles_for_sm_90a(name: str, tmp_path: Path) -> None:
     assert target.stat().st_size > 8_000
 
 
-@pytest.mark.parametrize("name", sorted(PARTLY))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in sorted(PARTLY)]
+)
 def test_it_becomes_ptx_for_sm_90a(name: str, tmp_path: Path) -> None:
     found, target = tools(), tmp_path / f"{name}.ptx"
     command = [found.nvcc, "-std=c++17", *hasty(found), "-arch=compute_90a", "-ptx"]

@@ -68,12 +68,15 @@ def flat_gather() -> str:
     return pair(altered("zeropp", 2, 2, gather="flat"))
 
 
-def planned_bytes(recipe: str, *words: str) -> list[Any]:
-    """What a step of an engine that `zpp-lab train` would build has sent and what `zpp-lab plan`
-    shows, where all ranks are on one host; then how much of it goes between nodes."""
+def small_llama(recipe: str, *words: str) -> Config:
     shape = ["dim=32", "layers=1", "heads=2", "kv_heads=2", "ffn=48"]
     settings = ["cluster=2x2", "engine=fsdp", "engine.device=cpu", "train.steps=20", *words]
-    config = compose([f"recipe={recipe}", *settings, *(f"model.{s}" for s in shape)])
+    return compose([f"recipe={recipe}", *settings, *(f"model.{s}" for s in shape)])
+
+
+def planned_bytes(config: Config) -> list[Any]:
+    """What a step of an engine that `zpp-lab train` would build has sent and what `zpp-lab plan`
+    shows, where all ranks are on one host; then how much of it goes between nodes."""
     engine = build_engine(config, 256, CPU)
     (_, _, sent), *_ = steps(engine, 1)[0]
     planned = plan_of(config).step_bytes()
@@ -260,8 +263,6 @@ class Pair(torch.nn.Module):
 
 JOBS: dict[str, tuple[Any, ...]] = {
     "flat_gather": (flat_gather,),
-    **{f"bytes of {recipe}": (planned_bytes, recipe) for recipe in GATHERED},
-    "bytes of qsdp, flat": (planned_bytes, "qsdp", "engine.gather=flat"),
     "no_prefetch": (no_prefetch,),
     "offload": (offload,),
     "llama": (llama, False, False),
@@ -281,7 +282,8 @@ JOBS: dict[str, tuple[Any, ...]] = {
 assert "zeropp" in CASES
 
 
-def run_jobs() -> dict[str, Any]:
+def run_jobs(llamas: dict[str, Config]) -> dict[str, Any]:
     """Every job's answer by name; one start of a 2 × 2 world serves all."""
     torch.use_deterministic_algorithms(True)
-    return {name: job(*args) for name, (job, *args) in JOBS.items()}
+    found = {f"bytes of {name}": planned_bytes(config) for name, config in llamas.items()}
+    return found | {name: job(*args) for name, (job, *args) in JOBS.items()}

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.engines.fsdp_jobs import GATHERED, run_jobs
+from tests.engines.fsdp_jobs import GATHERED, run_jobs, small_llama
 from tests.engines.fsdp_world import run_world
 
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    found: dict[str, Any] = run_world(4, run_jobs)
+    llamas = {name: small_llama(name) for name in GATHERED}  # composing takes each rank a while
+    llamas["qsdp, flat"] = small_llama("qsdp", "engine.gather=flat")
+    found: dict[str, Any] = run_world(4, run_jobs, llamas)
     return found
 
 

@@ -54,9 +54,10 @@ def tokens_of(config: Config) -> int:
 
 
 TWIN = re.compile(r"_(x2|quiet|older)\b")  # another size of a study
-MOST = [name for name in NAMES if not TWIN.search(name)]
-REST = [(name, all_arms) for name in MOST]
-REST += [(name, some_arms) for name in NAMES if name not in MOST]
+# another size, length or text
+SISTER = re.compile(r"_(?!10m)(x2|older|\w*\d+[mb]|\d{4}|reread|prose|more|quiet|tiny|first|calm)$")
+MOST = [name for name in NAMES if not SISTER.search(name)]
+REST = [(name, some_arms if TWIN.search(name) else all_arms) for name in NAMES]
 
 
 @pytest.mark.parametrize("name", NAMES)
