@@ -60,12 +60,15 @@ def enter(environment: MutableMapping[str, str]) -> None:
 
 
 def prepare_graphs(environment: MutableMapping[str, str]) -> None:
-    """Set what NCCL must read before process groups are made of which CUDA graphs will hold
-    transfers, unless the user has set it."""
+    """Set what CUDA and NCCL must read before they start where CUDA graphs will hold transfers,
+    unless the user has set it."""
     # NCCL would register the buffers of each captured transfer, with all ranks together, and keep
     # that as long as the graph. Graphs of steps are captured again and again, over memory that
     # torch frees in between.
     environment.setdefault("NCCL_GRAPH_REGISTER", "0")
+    # A stream that waits for a link holds up others in its hardware queue: each has one of its own,
+    # as far as there are.
+    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def slurm_place(environment: Variables) -> dict[str, str]:

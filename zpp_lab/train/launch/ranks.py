@@ -28,8 +28,6 @@ SOCKETS = {
     "NCCL_P2P_NET_CHUNKSIZE": "524288",
 }
 ALWAYS = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-# A stream that waits holds up others in its hardware queue: each has one, as far as there are.
-QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", "32"
 
 
 def rank_environment(
@@ -54,7 +52,7 @@ def node_environment(
 ) -> dict[str, str]:
     """Return the variables that ranks of a node share; enough for a torchrun on each node."""
     made = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": str(port)}
-    made |= _of_the_gpu(placement, node, given)
+    made |= {**placement.variables(node), **ALWAYS}
     if hosts.interface is None:
         return made
     return {
@@ -68,13 +66,8 @@ def node_environment(
 def shared_environment(placement: Placement, node: int, given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of ranks that share GPUs without namespaces between their nodes: NCCL
     goes over this host's own sockets, as fast as they are."""
-    made = {**_of_the_gpu(placement, node, given), "NCCL_SOCKET_IFNAME": "=lo"}
+    made = {**placement.variables(node), **ALWAYS, "NCCL_SOCKET_IFNAME": "=lo"}
     return {**made, **nccl_settings(given), "NCCL_HOSTID": f"zpp-node{node}"}
-
-
-def _of_the_gpu(placement: Placement, node: int, given: Mapping[str, str]) -> dict[str, str]:
-    name, most = QUEUES
-    return {name: given.get(name, most), **placement.variables(node), **ALWAYS}
 
 
 def nccl_settings(given: Mapping[str, str]) -> dict[str, str]:
