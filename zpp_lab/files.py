@@ -44,6 +44,7 @@ import yaml
 # What lies in a run's folder, and of a study's own
 CONFIG, SUMMARY, FAILURE = "config.yaml", "summary.json", "failure.json"
 METRICS, HELDOUT, LOG = "metrics.jsonl", "heldout.json", "log.txt"
+COMPLETIONS = "completions.jsonl"  # examples of task=rl
 QUEUED = "queued"  # the step after which the run's Slurm job was queued again
 CONSOLE = "console.log"  # of a run by itself; a study keeps all that its process says in LOG
 STUDY_FILE = "study.yaml"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,10 @@ class TextSource:
     def step(self, step: int) -> Callable[[int, int], Batch]:
         """Return (rank, micro-step) → the batch of one step, which counts from 0."""
         return self.data.step(self.config.seed, step, *self._shape())
+
+    def record(self) -> dict[str, Any]:
+        """Return what the last step's record says of its batches besides: nothing."""
+        return {}
 
     def turns(self, step: int) -> np.ndarray:
         """Return where a step's sequences are, int64 [ranks, micro-steps, batch_size]."""

@@ -53,10 +53,11 @@ def task_files(cfg: DataConfig) -> TaskFiles:
 
 
 def _additions(draw: np.random.Generator) -> Iterator[tuple[str, str]]:
-    """Yield every pair of numbers below 100 once, in an order of chance: 12+34= and 46."""
+    """Yield every pair of numbers below 100 once, in an order of chance: 12+34= and 046. All have
+    the same width, which a small model learns several times as fast."""
     for place in np.argsort(draw.random(10_000), kind="stable").tolist():
         a, b = divmod(place, 100)
-        yield f"{a}+{b}=", str(a + b)
+        yield f"{a:02}+{b:02}=", f"{a + b:03}"
 
 
 def _sums(draw: np.random.Generator) -> Iterator[tuple[str, str]]:

@@ -73,12 +73,13 @@ class Engine(Protocol):
         return mean_loss(self.token_losses(step, batches, wire))
 
     def rollout(
-        self, step: int, gather: str = "rollout", counted: bool = True
+        self, step: int, gather: str = "rollout", counted: bool = True, wire: bool = True
     ) -> AbstractContextManager[Policy]:
         """Gather the weights after `step` steps for generation, with the recipe's codec of that
         wire and noise of (seed, step). gather: `rollout` holds them whole; `token` gathers each
         unit in every pass, and gives the same bits. The next step's bytes count what this sends if
-        it is `counted`. RuntimeError at its end where weights changed meanwhile."""
+        it is `counted`. Without `wire` the master weights come, uncounted. RuntimeError at its end
+        where weights changed meanwhile."""
         raise ValueError("this engine cannot generate: use engine=virtual or engine=fsdp")
 
     def state_dict(self) -> dict[str, Any]: ...

@@ -101,7 +101,7 @@ def build_plan(model: nn.Module, config: Config, rollouts: bool = False) -> Plan
         micro_steps=train.micro_steps,
         accumulate=train.accumulate,
         gather=config.engine.gather,
-        rollouts=rollouts,
+        rollouts=rollouts or config.task == "rl",
     )
 
 
@@ -130,6 +130,7 @@ def plan_of(config: Config) -> Plan:
         config.engine.gather,
         config.engine.blocks_per_unit,
         *settings,
+        config.task == "rl",
     )
 
 
@@ -150,6 +151,7 @@ def _plan(
     reduce_dtype: str,
     micro_steps: int,
     accumulate: str,
+    rollouts: bool,
 ) -> Plan:
     """Groups of a config as JSON, which can be compared."""
     made = Recipe(
@@ -160,7 +162,8 @@ def _plan(
         load(ModelConfig, json.loads(model)).lora,
     )
     units = _units(model, vocab, made.shards, blocks_per_unit)
-    return Plan.build(units, made, micro_steps=micro_steps, accumulate=accumulate, gather=gather)
+    how: Any = {"micro_steps": micro_steps, "accumulate": accumulate, "rollouts": rollouts}
+    return Plan.build(units, made, **how, gather=gather)
 
 
 @lru_cache(maxsize=64)

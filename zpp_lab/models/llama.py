@@ -289,6 +289,7 @@ class Llama(nn.Module):
         self.cfg = cfg
         self.vocab_size = vocab_size
         self.gives_token_scores = True  # `each`: held-out losses need no whole logits either
+        self.temperature = 1.0  # of losses: logits are divided by it, as rollouts' are
         self.same_every_step = True  # a CUDA graph may hold forward and backward
         self.rope = rope = Rope(cfg.dim // cfg.heads, cfg.rope_theta)
         self.embed = Embedding(vocab_size, cfg.dim)
@@ -322,6 +323,8 @@ class Llama(nn.Module):
         if targets is None:
             logits = F.linear(x, head)
             return logits if cache is None else logits[:, 0]
+        if self.temperature != 1.0:
+            x = x / self.temperature
         if self.cfg.loss_chunk or self.cfg.z_loss:
             rows, chunk = x.flatten(0, 1), self.cfg.loss_chunk or targets.numel()
             if each:

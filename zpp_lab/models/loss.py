@@ -71,10 +71,12 @@ def whole_scores(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.stack((cross_entropy(logits, targets, "none"), _predicted(logits, targets)))
 
 
-@torch.no_grad()
 def chunked_scores(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int) -> Tensor:
     """Score targets [N] as `whole_scores` does, with logits of `chunk` rows at a time. The losses
-    have the bits of `chunked_losses`, whose arguments these are."""
+    have the bits of `chunked_losses`, whose arguments these are. Where a backward may follow,
+    losses alone, fp32 [1, N]."""
+    if torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
+        return chunked_losses(hidden, head, targets, chunk)[None]
     pairs = zip(hidden.split(chunk), targets.split(chunk), strict=True)
     return torch.cat([_scores(F.linear(h, head), t) for h, t in pairs], 1)
 

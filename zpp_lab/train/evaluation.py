@@ -25,12 +25,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from zpp_lab.config.rl import RlConfig
 from zpp_lab.config.schema import Config, TrainConfig
 from zpp_lab.data import PackedData, TokenData
 from zpp_lab.data.packed import IGNORED
 from zpp_lab.data.tokenizer import text_bytes
-from zpp_lab.engines.base import Batch
-from zpp_lab.models.loss import heldout_size, total_loss
+from zpp_lab.engines.base import Batch, Engine
+from zpp_lab.models.loss import heldout_size, mean_loss, total_loss
+from zpp_lab.runs.metrics import Record
 
 _WINDOW = 20  # steps that the smoothed loss is the mean of
 
@@ -98,17 +100,53 @@ def open_heldout(config: Config, data: TokenData | PackedData) -> Heldout:
     return Heldout(batches, data.heldout_documents(tokens, length), sizes)
 
 
+class LossReadout:
+    """The held-out loss of an engine's weights, and what else follows from the same scores."""
+
+    def __init__(self, config: Config, engine: Engine, data: TokenData | PackedData) -> None:
+        self.engine, self.heldout = engine, open_heldout(config, data)
+        self.scores: Tensor | None = None  # of the held-out tokens at the last evaluation
+
+    def __len__(self) -> int:
+        return len(self.heldout.documents)
+
+    def evaluate(self, step: int) -> Record:
+        """Return held-out loss and accuracy with the wire's weights, and keep the scores."""
+        self.scores = self.engine.token_scores(step, self.heldout.batches, wire=True)
+        share = self.heldout.accuracy(self.scores)["heldout_accuracy"]
+        return {"heldout_loss": mean_loss(self.scores[0]), "heldout_accuracy": share}
+
+    def final(self, step: int) -> tuple[Record, dict[str, Any]]:
+        """Evaluate after the last step, if needed, and once with the master weights. Returns what
+        the summary has of it, and heldout.json."""
+        if self.scores is None:
+            self.evaluate(step)
+        assert self.scores is not None
+        loss = mean_loss(self.scores[0])
+        facts = {
+            "heldout_loss_master": self.engine.evaluate(step, self.heldout.batches, wire=False),
+            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            **self.heldout.accuracy(self.scores),
+            **self.heldout.per_byte(self.scores),
+        }
+        return facts, self.heldout.by_document(self.scores)
+
+
 class DivergedError(ArithmeticError):
     """The loss stayed far above the best one for long."""
 
 
 class DivergenceRule:
     """Ends a run when `train.diverge_steps` losses in a row lie more than `train.diverge_above`
-    nats above the lowest mean of any 20 steps before. `diverge_above=0` never does."""
+    nats above the lowest mean of any 20 steps before. `diverge_above=0` never does. With rewards,
+    of which one calls a loss what they lack, `rl.diverge_below` takes its place."""
 
-    def __init__(self, train: TrainConfig, losses: Iterable[float] = ()) -> None:
+    def __init__(
+        self, train: TrainConfig, losses: Iterable[float] = (), rl: RlConfig | None = None
+    ) -> None:
         """losses: those of the steps before this start of the run, in nats per token."""
-        self._above, self._steps = train.diverge_above, train.diverge_steps
+        self._above = rl.diverge_below if rl else train.diverge_above
+        self._steps, self._rewards = train.diverge_steps, rl is not None
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._best = float("inf")
         self._lost = 0  # steps in a row
@@ -119,6 +157,12 @@ class DivergenceRule:
         """Take the loss of `step`; DivergedError when the rule is met."""
         self._add(loss)
         if self._above and self._lost >= self._steps:
+            if self._rewards:
+                raise DivergedError(
+                    f"step {step}: the reward is {-loss:.3f} and was more than {self._above:g} "
+                    f"below its best mean of {_WINDOW} steps ({-self._best:.3f}) for {self._lost} "
+                    "steps (rl.diverge_below, train.diverge_steps)"
+                )
             raise DivergedError(
                 f"step {step}: the loss is {loss:.3f} and was more than {self._above:g} nats above "
                 f"its best mean of {_WINDOW} steps ({self._best:.3f}) for {self._lost} steps "

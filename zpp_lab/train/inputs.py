@@ -50,7 +50,7 @@ def check_inputs(config: Config) -> None:
     """ValueError that lists every setting whose file or folder is missing, and a bad ZPP_COMMIT."""
     checks: list[Callable[[], object]] = [
         partial(check_model_path, config.model),
-        *(partial(check, config) for check in (_place, _start, _data)),
+        *(partial(check, config) for check in (_place, _start, _data, _rl)),
         check_commit,
     ]
     faults = []
@@ -139,6 +139,20 @@ def _check_checkpoint(named: str, path: Path) -> None:
     newest = [*listed(path), *listed(path / "checkpoints")][-1:]
     hint = f" (did you mean {newest[0]}?)" if newest else ""
     raise ValueError(f"{named} is not a checkpoint{hint}; {_CHECKPOINT}")
+
+
+def _rl(config: Config) -> None:
+    """ValueError for an unknown reward, and for prompts that cannot be used."""
+    if config.task != "rl":
+        return
+    from zpp_lab.train.rl.rewards import reward
+
+    for name in config.rl.rewards:
+        reward(name)
+    if config.data.tokenizer != "bpe":  # which learns from its text first
+        from zpp_lab.data.prompts import open_prompts
+
+        open_prompts(config, Path())
 
 
 def _data(config: Config) -> None:

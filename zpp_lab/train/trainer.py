@@ -17,7 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.utils import deterministic
 
 from zpp_lab.codecs import kernels
@@ -27,23 +26,23 @@ from zpp_lab.config.compose import check_same_run, has_ended, run_dir
 from zpp_lab.config.flat import arm_of
 from zpp_lab.config.schema import FEW_HELDOUT, Config, heldout_notes
 from zpp_lab.data import PackedData, TokenData, open_data
-from zpp_lab.data.source import TextSource
 from zpp_lab.engines.base import Engine, NonFiniteError, StepResult
 from zpp_lab.engines.build import build_engine, pick_device
 from zpp_lab.engines.optim.build import learning_rate
 from zpp_lab.files import HELDOUT, METRICS, SUMMARY, is_full, write_atomic
-from zpp_lab.models.loss import mean_loss
 from zpp_lab.runs.metrics import Record, read, to_json
 from zpp_lab.runs.provenance import commit, machine_facts, note_commit, versions
 from zpp_lab.runs.tracker import Tracker
 from zpp_lab.runs.wandb.folder import read_summary, write_failure
-from zpp_lab.train.evaluation import DivergedError, DivergenceRule, open_heldout
+from zpp_lab.train.evaluation import DivergedError, DivergenceRule
 from zpp_lab.train.footprint import StartUp, crowded, of_ranks, peak_gib, retries, settled
 from zpp_lab.train.inputs import check_run
 from zpp_lab.train.launch.cause import memory_is_full
 from zpp_lab.train.profile import Profile
 from zpp_lab.train.resume import check_same_data, check_start, note_data, open_store, resume
+from zpp_lab.train.rl.rewards import RewardError
 from zpp_lab.train.speed import Meter
+from zpp_lab.train.tasks import Source, open_task
 from zpp_lab.train.time_slice import UNFINISHED, Signals, TimeSlice, writing_seconds
 
 Data = TokenData | PackedData
@@ -90,7 +89,6 @@ class Trainer:
         self.step = self.began = 0  # steps done; done when this process began
         self.saved = 0  # of them in the newest checkpoint from which a run can go on
         self.made: list[Record] = []  # which commit made which steps, on rank 0
-        self.scores: Tensor | None = None  # of the held-out tokens at the last evaluation
 
     def run(self) -> Record:
         tracker: Tracker | None = None
@@ -103,24 +101,25 @@ class Trainer:
             self.start_up.done("data")
             engine = build_engine(self.config, data.vocab_size, self.device)
             self.start_up.parted("engine", engine.built)
+            source, self.readout = open_task(self.config, engine, data, self.folder, self.rank)
             self.meter = Meter(engine.plan, self.config, self.device, data.vocab_size)
             self.step = resume(self.config, engine, self.checkpoints)
             self.saved = self.began = self.step
             self.start_up.done("checkpoint")
             check_same_data(self.folder, data, resumed=self.step > 0)
-            self.divergence = DivergenceRule(self.train, self._losses())
+            rl = self.config.rl if self.config.task == "rl" else None
+            self.divergence = DivergenceRule(self.train, self._losses(), rl)
             if self.rank == 0:
                 if self.step:
                     print(f"resuming after step {self.step} of {self.train.steps}", flush=True)
                 tracker = Tracker(self.config, self.folder, resume_step=self.step)
                 note_data(self.folder, self.config.data, data)
                 self.made = note_commit(self.folder, self.step, self.commit)
-            self.heldout = open_heldout(self.config, data)
             self._warn_of_few()
             self.profile = Profile(self.train.profiled, self.folder, self.rank, self.device)
             alone = nullcontext() if self.config.engine.ranked else self.signals
             with settled(), self.profile, alone:
-                last = self._loop(engine, TextSource(self.config, data), tracker)
+                last = self._loop(engine, source, tracker)
                 if self.signals.came:
                     self.checkpoints.wait()
             if self.step < self.train.steps:
@@ -132,14 +131,12 @@ class Trainer:
 
     def _finish(self, engine: Engine, data: Data, tracker: Tracker | None, last: Record) -> Record:
         """Evaluate after the last step and return the summary; {} but on rank 0."""
-        scores = self._final_scores(engine)
-        master = engine.evaluate(self.step, self.heldout.batches, wire=False)
+        read, by_document = self.readout.final(self.step)
         self.checkpoints.wait()
         peaks, tried = peak_gib(self.device), of_ranks(retries(self.device))
         if tracker is None:
             return {}
-        summary = self._summary(engine, data, tracker, last, master) | self._readout(tracker)
-        summary |= self.heldout.accuracy(scores) | self.heldout.per_byte(scores)
+        summary = self._summary(engine, data, tracker, last) | read | self._readout(tracker)
         summary |= {"peak_gib": peaks, "start_up": self.start_up.facts()}
         summary["allocator_retries"] = tried if peaks else None  # as peak_gib: of each rank
         if note := crowded(tried, self.step - self.began):
@@ -147,7 +144,7 @@ class Trainer:
         summary["checkpoint_seconds"] = self.checkpoints.took or None  # the longest, on rank 0
         if len(self.made) > 1:
             summary["commits"] = self.made
-        write_atomic(self.folder / HELDOUT, to_json(self.heldout.by_document(scores)) + "\n")
+        write_atomic(self.folder / HELDOUT, to_json(by_document) + "\n")
         tracker.finish(summary)
         if not self.train.keep_checkpoints:
             shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
@@ -165,13 +162,15 @@ class Trainer:
 
     def _warn_of_few(self) -> None:
         """Warn where the text holds fewer tokens than `train.eval_tokens` asks for."""
-        asked, there = self.train.eval_tokens, len(self.heldout.documents)
+        asked, there = self.train.eval_tokens, len(self.readout)
+        if self.config.task == "rl":
+            return
         for note in heldout_notes(there, asked) if self.rank == 0 and asked >= FEW_HELDOUT else ():
             print(note, file=sys.stderr)
 
     # ------------------------------------------------------------------ the loop
 
-    def _loop(self, engine: Engine, source: TextSource, tracker: Tracker | None) -> Record:
+    def _loop(self, engine: Engine, source: Source, tracker: Tracker | None) -> Record:
         """Train up to the last step; returns the last step's record."""
         record: Record = (tracker.last if tracker else None) or {}
         seconds, first = float(record.get("seconds", 0.0)), self.step + 1
@@ -182,7 +181,13 @@ class Trainer:
                 break
             self.profile.before(self.step + 1)
             began = time.perf_counter()
-            result = self._step(engine, source, tracker)
+            try:
+                result = self._step(engine, source, tracker)
+            except RewardError:  # its author mends it, and resumes
+                if self.saved < self.step:
+                    self._save(engine, tracker, to_go_on=True)
+                self.checkpoints.wait()
+                raise
             measured = self.meter.step(time.perf_counter() - began, result.seconds)
             self.step += 1
             self.profile.after(self.step)
@@ -190,12 +195,12 @@ class Trainer:
                 self.start_up.parted("first step", result.seconds | self._compiled())
                 if tracker is not None:
                     print(self.start_up, flush=True)
-            record = self._record(result)
+            record = self._record(result) | source.record()
             passed = time.perf_counter() - began
             if self.step > first:  # the first step here compiles, and says nothing of the next
                 longest = max(longest, passed)
             if self._due(self.train.eval_every):
-                record |= self._evaluate(engine)
+                record |= self.readout.evaluate(self.step)
                 evaluation = max(evaluation, time.perf_counter() - began - passed)
             seconds += time.perf_counter() - began
             record |= {"seconds": seconds, **measured}
@@ -217,7 +222,7 @@ class Trainer:
         the first one, assume that a token of it needs a third of a step's."""
         last = self.step + 1 == self.train.steps
         due = last or (self.step + 1) % self.train.eval_every == 0
-        share = len(self.heldout.documents) / (3 * self.config.tokens_per_step)
+        share = len(self.readout) / (3 * self.config.tokens_per_step)
         return step + (due + last) * (evaluation or step * share)
 
     def _saving(self, engine: Engine) -> float:
@@ -254,7 +259,7 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return self.step == self.train.steps or (every > 0 and self.step % every == 0)
 
-    def _step(self, engine: Engine, source: TextSource, tracker: Tracker | None) -> StepResult:
+    def _step(self, engine: Engine, source: Source, tracker: Tracker | None) -> StepResult:
         every = self.config.tracking.telemetry_every
         telemetry = every > 0 and (self.step == 0 or (self.step + 1) % every == 0)
         lr = learning_rate(self.step, self.train)
@@ -275,12 +280,6 @@ class Trainer:
 
         return seconds()
 
-    def _evaluate(self, engine: Engine) -> Record:
-        """Return held-out loss and accuracy with the wire's weights, and keep the scores."""
-        self.scores = engine.token_scores(self.step, self.heldout.batches, wire=True)
-        share = self.heldout.accuracy(self.scores)["heldout_accuracy"]
-        return {"heldout_loss": mean_loss(self.scores[0]), "heldout_accuracy": share}
-
     def _look_at_losses(self, record: Record, result: StepResult) -> None:
         """Raise DivergedError when the run is lost; before its checkpoint, which would be too."""
         heldout = record.get("heldout_loss", 0.0)
@@ -289,14 +288,7 @@ class Trainer:
                 f"step {self.step}: the held-out loss is {heldout}: this step's weights, or their "
                 "quantized copies, give no finite loss; train.lr is likely too high"
             )
-        self.divergence.look(self.step, result.loss)
-
-    def _final_scores(self, engine: Engine) -> Tensor:
-        """Return every held-out token's scores after the last step, evaluating if needed."""
-        if self.scores is None:
-            self._evaluate(engine)
-        assert self.scores is not None
-        return self.scores
+        self.divergence.look(self.step, loss_of(record))
 
     # ------------------------------------------------------------------ records
 
@@ -316,11 +308,9 @@ class Trainer:
     def _losses(self) -> list[float]:
         """Return the losses of the steps that the checkpoint has done."""
         rows = read(self.folder / METRICS) if self.step else []
-        return [row["loss"] for row in rows if row["step"] <= self.step]
+        return [loss_of(row) for row in rows if row["step"] <= self.step]
 
-    def _summary(
-        self, engine: Engine, data: Data, tracker: Tracker, last: Record, master: float
-    ) -> Record:
+    def _summary(self, engine: Engine, data: Data, tracker: Tracker, last: Record) -> Record:
         config, plan = self.config, engine.plan
         phases = [(phase.steps, engine.plans[phase.first]) for phase in config.phases]
         totals = tracker.bytes
@@ -333,9 +323,7 @@ class Trainer:
             "steps": self.step,
             "loss": last["loss"],
             "heldout_loss": last["heldout_loss"],
-            "heldout_tokens": len(self.heldout.documents),
-            "heldout_loss_master": master,
-            "perplexity": perplexity(last["heldout_loss"]),
+            "heldout_tokens": len(self.readout),
             "tokens": last["tokens"],
             "seconds": last["seconds"],
             "bytes": totals,
@@ -386,9 +374,9 @@ class Trainer:
                     print(fault, file=sys.stderr)
 
 
-def perplexity(loss: float) -> float:
-    """Return exp of a mean loss in nats a token; infinite where that overflows."""
-    return math.exp(loss) if loss < 700 else math.inf
+def loss_of(record: Record) -> float:
+    """Return what of a step's record should not rise: its loss, or the reward with a minus."""
+    return -record["rl"]["reward"] if "rl" in record else float(record["loss"])
 
 
 def outcome_of(error: BaseException) -> str:

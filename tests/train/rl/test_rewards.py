@@ -21,7 +21,7 @@ def of(name: str, completions: list[str], **columns: Any) -> list[float]:
 
 def test_shipped_rewards() -> None:
     answers = ["42", "42", "1+2=3;3+3=6"]
-    assert of("addition", ["42", "41", "6"]) == [1, 0, 1]
+    assert of("addition", ["042 ", "41", "6"]) == [1, 0, 1]
     assert of("sums", ["42", "", "1+2=3;3+3=6"]) == [1, 0, 1]
     assert of("exact", ["42 ", "042", answers[2]], completion=answers) == [1, 0, 1]
     assert of("format", ["7", "a", "10+2=30;3+3=61"], completion=answers) == [1, 0, 1]

@@ -203,7 +203,8 @@ class DeepSpeedEngine(Engine):
         micros = self.plan.micro_steps
         losses = torch.zeros(micros, dtype=torch.float64, device=self.device)
         for micro in range(micros):
-            loss = objective(self.engine, self._on_device(batches(self.rank, micro)))
+            batch = self._on_device(batches(self.rank, micro))
+            loss = objective(self.engine, batch, self.config.rl)
             losses[micro] = loss.detach()
             self.engine.backward(loss)
             self._update(step)

@@ -227,7 +227,7 @@ class FsdpEngine(Engine):
     def _pass(self, batch: Batch, reduces: bool) -> Tensor:
         """One forward and backward of this rank; the loss."""
         self.usage.start()
-        loss = objective(self.model, self._on_device(batch))
+        loss = objective(self.model, self._on_device(batch), self.config.rl)
         self.laps.done("forward")
         if self.plan.gradients_wait:
             self.usage.taken().check_once()
@@ -315,25 +315,31 @@ class FsdpEngine(Engine):
     # ------------------------------------------------------------------ the rest
 
     @contextmanager
-    def rollout(self, step: int, gather: str = "rollout", counted: bool = True) -> Iterator[Policy]:
+    def rollout(
+        self, step: int, gather: str = "rollout", counted: bool = True, wire: bool = True
+    ) -> Iterator[Policy]:
         whole = gather != "token"
         self._alone()
         self.enter(step)
         self._start(step)
         marked = self._mark()
-        self.clock.step, self.clock.master = step, False
+        self.clock.step, self.clock.master = step, not wire
         agree = all_agree(self.transport, self.device)
         policy = Policy(self.model, [self.rank], agree, partial(self._rolled_on, whole))
         self.model.eval()
         self.usage.start()
         try:
-            with eager(self.config.engine.compile), torch.no_grad(), rolling(self.wrapped, whole):
+            with (
+                eager(self.config.engine.compile),
+                torch.no_grad(),
+                rolling(self.wrapped, whole, wire),
+            ):
                 yield policy
         finally:
-            policy.open = False
+            policy.open, self.clock.master = False, False
             self.model.train()
         self.agreed(lambda: check_mark(marked, self._mark()))
-        sent = rolled_bytes(self.wrapped, None if whole else policy.passes)
+        sent = rolled_bytes(self.wrapped, None if whole else policy.passes) if wire else {}
         if counted:
             add_bytes(self.rolled, sent)
 

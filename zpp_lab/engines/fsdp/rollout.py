@@ -19,13 +19,13 @@ from zpp_lab.engines.units import ROOT
 
 
 @contextmanager
-def rolling(wrapped: Wrapped, whole: bool) -> Iterator[None]:
+def rolling(wrapped: Wrapped, whole: bool, wire: bool) -> Iterator[None]:
     """Gather weights as the wire of rollouts brings them: all at once, to stay until the end
     (`whole`), or unit by unit in each forward. Every rank enters it; forwards are without
     gradients."""
     clock, again = wrapped.clock, wrapped.plan.recipe.config.again
     wrapped.reshard()
-    clock.grad, clock.rolling, clock.observer = False, True, None
+    clock.grad, clock.rolling, clock.observer = False, wire, None
     try:
         if whole:
             assert isinstance(wrapped.model, nn.Module)

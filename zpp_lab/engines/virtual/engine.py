@@ -216,7 +216,7 @@ class VirtualEngine(Engine):
     def _backward(self, *batch: Tensor) -> tuple[Tensor, PassUse]:
         """Run one rank's forward and backward: a `Pass` of passes.py."""
         self.usage.start()
-        loss = objective(self.model, batch)
+        loss = objective(self.model, batch, self.config.rl)
         self._load(self.backward)  # the weights that backward gathers, where they differ
         (loss / self.plan.micro_steps).backward()
         self._load(self.forward)
@@ -340,11 +340,16 @@ class VirtualEngine(Engine):
     # ------------------------------------------------------------------ the rest
 
     @contextmanager
-    def rollout(self, step: int, gather: str = "rollout", counted: bool = True) -> Iterator[Policy]:
+    def rollout(
+        self, step: int, gather: str = "rollout", counted: bool = True, wire: bool = True
+    ) -> Iterator[Policy]:
         self.enter(step)
         self._start(step)
         marked = self._mark()
-        self._gather(step, ROLLOUT, self.weights, Watch())
+        if wire:
+            self._gather(step, ROLLOUT, self.weights, Watch())
+        else:
+            self._load({n: p.detach() for n, p in self.master.items()})
         policy = Policy(self.model, range(self.cluster.world))
         self.model.eval()
         try:
@@ -354,7 +359,7 @@ class VirtualEngine(Engine):
             policy.open = False
             self.model.train()
         check_mark(marked, self._mark())
-        if counted:
+        if counted and wire:
             passes = policy.passes if gather == "token" else None
             add_bytes(self.rolled, self.plan.rollout_bytes(passes))
 

@@ -34,7 +34,7 @@ class RewardError(RuntimeError):
 def addition(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
     """Score 1 where the completion is the sum of the numbers that the prompt asks to add."""
     pairs = zip(prompts, completions, strict=True)
-    return [float(text.strip() == str(_total(prompt))) for prompt, text in pairs]
+    return [float(re.fullmatch(rf"\s*0*{_total(p)}\s*", text) is not None) for p, text in pairs]
 
 
 def sums(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:

@@ -1,0 +1,242 @@
+"""Runs of reinforcement learning: both engines, kills, rewards that fail or hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.fsdp_world import forks, run_world
+from zpp_lab.cli.main import main
+from zpp_lab.config.compose import compose
+from zpp_lab.config.schema import Config
+from zpp_lab.runs.metrics import read, unmeasured
+from zpp_lab.runs.tracker import Tracker
+from zpp_lab.train.rl import rewards, source
+from zpp_lab.train.rl.rewards import RewardError
+from zpp_lab.train.trainer import run
+
+SMALL = (
+    *("experiment=rl_addition", "model.dim=16", "model.layers=1", "model.heads=2"),
+    *("model.kv_heads=2", "model.ffn=24", "data.max_bytes=4000", "cluster=1x2"),
+    *("rl.prompts=4", "rl.samples=4", "train.batch_size=4", "rl.steps_per_rollout=2"),
+    *("train.steps=6", "train.eval_every=3", "train.checkpoint_every=3", "train.lr=0.01"),
+    *("tracking.wandb=off", "engine.threads=1", "tracking.telemetry_every=2", "rl.rewards=[mine]"),
+)
+
+
+def mine(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """What a model without training can do: it likes some bytes more than others."""
+    return [sum(text.encode()) % 7 / 4 for text in completions]
+
+
+def small(folder: Path, name: str, *overrides: str) -> Config:
+    place = [f"run.dir={folder / name}", f"data.cache_dir={folder / 'cache'}"]
+    return compose([*SMALL, *place, *overrides])
+
+
+@pytest.fixture(autouse=True)
+def _mine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rewards._SHIPPED, "mine", mine)
+
+
+def folder_of(config: Config) -> Path:
+    assert config.run.dir is not None
+    return Path(config.run.dir)
+
+
+def lines(config: Config) -> list[dict[str, Any]]:
+    found = read(folder_of(config) / "metrics.jsonl")
+    other = ("bytes", "telemetry")
+    return [{k: v for k, v in unmeasured(line).items() if k not in other} for line in found]
+
+
+def in_each_rank(*configs: Config) -> None:
+    import torch.distributed as dist
+
+    torch.use_deterministic_algorithms(True)
+    rewards._SHIPPED["mine"] = mine
+    for config in configs:
+        run(config, dist.get_rank())
+
+
+ARMS = {
+    "raw": ("rl.algorithm=rloo", "rl.correction=sequence", "rl.kl=0.1"),
+    "w4": (
+        *("recipe=w4", "recipe.weights.block_size=16", "recipe.weights_rollout.bits=4"),
+        *("recipe.weights_rollout.block_size=16", "recipe.weights_rollout.rounding=stochastic"),
+        *("rl.kl=0.1", "rl.correction=token", "rl.gather=token", "rl.temperature=0.8"),
+    ),
+}
+
+
+def test_both_engines_agree(tmp_path: Path) -> None:
+    real = ("engine=fsdp", "engine.ordered=true", "engine.device=cpu", "engine.threads=1")
+    there = [small(tmp_path, f"{arm}_fsdp", *ARMS[arm], *real) for arm in ARMS]
+    run_world(2, in_each_rank, *there)
+    for arm, other in zip(ARMS, there, strict=True):
+        config = small(tmp_path, arm, *ARMS[arm])
+        run(config)
+        assert lines(config) == lines(other), arm
+        first, *_, last = lines(config)
+        assert first["rl"]["reward"] != last["rl"]["reward"]
+        assert (first["rl"]["mismatch"] > 1e-4) == (arm == "w4")
+        for name in ("heldout.json", "completions.jsonl"):
+            own, theirs = (folder_of(c) / name for c in (config, other))
+            assert own.read_bytes() == theirs.read_bytes()
+
+
+def kill_at(where: str, config: Config) -> None:
+    """Run in a process of its own, which is killed at the second time it gets `where`."""
+    count = [0]
+
+    def dies(function: Callable[..., Any], after: bool = False) -> Callable[..., Any]:
+        def called(*args: Any, **named: Any) -> Any:
+            count[0] += 1
+            found = function(*args, **named) if after else None
+            if count[0] == int(where[-1]):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found if after else function(*args, **named)
+
+        return called
+
+    rewards._SHIPPED["mine"] = dies(mine) if "reward" in where else mine
+    if "rollout" in where:
+        source.draw = dies(source.draw)
+    if "line" in where:
+        Tracker.log = dies(Tracker.log, after=True)  # type: ignore[method-assign]
+    run(config)
+
+
+@pytest.mark.parametrize("where", ["rollout 2", "rollout 3", "reward 4", "line 4", "line 5"])
+def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, where: str) -> None:
+    """Two steps a rollout, a checkpoint every three: line 4 and 5 resume between two steps."""
+    whole, other = small(tmp_path, "whole"), small(tmp_path, "killed")
+    run(whole)
+    process = forks().Process(target=kill_at, args=(where, other))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert len(lines(other)) < 6
+    run(other)
+    assert lines(other) == lines(whole)
+    for name in ("heldout.json", "completions.jsonl"):
+        assert (folder_of(other) / name).read_bytes() == (folder_of(whole) / name).read_bytes()
+
+
+def test_a_reward_that_raises_stops_the_run_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = small(tmp_path, "whole", "train.checkpoint_every=0")
+    run(whole)
+    calls = []
+
+    def bad(prompts: list[str], **columns: Any) -> list[float]:
+        calls.append(prompts)
+        return mine(prompts, **columns) if len(calls) < 4 else [1 / 0]
+
+    monkeypatch.setitem(rewards._SHIPPED, "mine", bad)
+    config = small(tmp_path, "bad", "train.checkpoint_every=0")
+    with pytest.raises(RewardError, match="mine"):
+        run(config)
+    failure = json.loads((folder_of(config) / "failure.json").read_text())
+    assert failure["outcome"] == "crashed"
+    assert [p.name for p in (folder_of(config) / "checkpoints").glob("step-*")] == ["step-00000004"]
+    monkeypatch.setitem(rewards._SHIPPED, "mine", mine)
+    run(config)
+    assert lines(config) == lines(whole)
+
+
+def test_a_reward_that_hangs_is_noted_and_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+
+    def hangs(prompts: list[str], **columns: Any) -> list[float]:
+        calls.append(prompts)
+        time.sleep(60 if len(calls) == 1 else 0)
+        return mine(prompts, **columns)
+
+    monkeypatch.setitem(rewards._SHIPPED, "mine", hangs)
+    config = small(tmp_path, "late", "rl.timeout=0.2", "run.piece_steps=2")
+    run(config)
+    assert "rl.timeout" in capsys.readouterr().err
+    assert lines(config)[0]["rl"] | {"reward": 0, "flat_groups": 1} == lines(config)[0]["rl"]
+    before = lines(config)
+    for path in (folder_of(config) / "checkpoints").iterdir():  # as if none had been written
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()
+    again = small(tmp_path, "late", "rl.timeout=0.2")
+    summary = run(again)
+    assert lines(again)[:2] == before
+    assert summary["reproducible"] is False
+    assert run(small(tmp_path, "good"))["reproducible"] is True
+
+
+def test_clipping_is_inert_with_one_step_a_rollout(tmp_path: Path) -> None:
+    def last(k: int, clip: float) -> tuple[dict[str, Any], list[float]]:
+        own = (f"rl.steps_per_rollout={k}", f"rl.prompts={2 * k}", f"rl.clip_ratio={clip}")
+        config = small(tmp_path, f"{k}-{clip}", *own, "tracking.telemetry_every=1", "train.steps=8")
+        run(config)
+        found = lines(config)
+        return found[-1], [line["rl"]["clipped"] for line in found]
+
+    (one, none), (other, _) = last(1, 0.01), last(1, 0.9)
+    assert one == other
+    assert not any(none)
+    (one, some), (other, _) = last(4, 0.01), last(4, 0.9)
+    assert one != other
+    assert [share > 0 for share in some] == [False, True, True, True] * 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["rl.rewards=[addtion]"], "rl.rewards"),
+        (["data.seq_len=10"], "data.seq_len"),
+        (["data.max_bytes=200"], "data.heldout_every"),
+        (["rl.top_p=0.9"], "rl.top_p"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(
+    tmp_path: Path, overrides: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = [f"run.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    assert main(["train", *SMALL, "rl.rewards=[addition]", *place, *overrides]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1
+    assert named in said[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_random_rewards_raise_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    made = torch.Generator().manual_seed(seed)
+
+    def chance(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        return torch.rand(len(prompts), generator=made).tolist()
+
+    monkeypatch.setitem(rewards._SHIPPED, "chance", chance)
+    own = ("rl.rewards=[addition,chance]", "rl.weights=[0,1]", "data.max_bytes=0", f"seed={seed}")
+    start = small(tmp_path, "start", *own, "task=text", "train.steps=300", "train.batch_size=32")
+    run(start)
+    more = (f"model.start={tmp_path / 'start'}", "train.steps=40", "rl.heldout_draws=4")
+    summary = run(small(tmp_path, "run", *own, *more, "rl.steps_per_rollout=1", "rl.prompts=2"))
+    before = run(
+        small(tmp_path, "none", *own, *more, "train.lr=0", "rl.steps_per_rollout=1", "rl.prompts=2")
+    )
+    draws = summary["heldout_tokens"]
+    share = before["heldout_success"]
+    error = max(1e-3, (2 * share * (1 - share) / draws) ** 0.5)
+    assert summary["heldout_success"] <= share + 3 * error
