@@ -104,6 +104,8 @@ class StudyConfig:
     composites: list[CompositeConfig] = field(default_factory=list)
     baseline: str = "zero3"
     margin: AboveZero = 0.0025  # of the baseline's held-out loss
+    # task=rl, in its place: points of success, 5 for a share of failures of 0.05
+    points: Annotated[float, Field(gt=0, lt=100)] | None = None
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
     jobs: Count = 0  # runs side by side; 0: as many as the machine has cores or GPUs
     runs_per_gpu: Count = 1  # runs that share a GPU; 0: as many as fit by the first run's memory
@@ -126,6 +128,16 @@ class StudyConfig:
         self._check_starts()
         self._check_branch()
         self._check_composites()
+
+    def margin_of(self, loss: float) -> float:
+        """Return the margin beside a baseline of this held-out loss, or share of failures."""
+        return self.margin * loss if self.points is None else self.points / 100
+
+    @property
+    def margin_text(self) -> str:
+        if self.points is not None:
+            return f"{self.points:g} points of success"
+        return f"{self.margin:.2%} of the baseline's held-out loss"
 
     @property
     def start_overrides(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zpp_lab.config.study import StudyConfig
 from zpp_lab.study.judge.stats import Gap
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 
@@ -28,6 +29,27 @@ def margin_nats(result: StudyResult) -> str:
     margins = sorted(f"{arm.margin:.4f}" for arm in result.arms if arm.margin is not None)
     ends = dict.fromkeys((margins[0], margins[-1]))
     return " to ".join(f"±{end}" for end in ends) + " nats"
+
+
+def in_failures(study: StudyConfig, text: str) -> str:
+    """Return a page's text with the unit of a study of rewards (`points`): the numbers are shares
+    of failures, 0.01 for a point of success."""
+    if study.points is None:
+        return text
+    for nats, failures in _UNITS.items():
+        text = text.replace(nats, failures)
+    return text
+
+
+_UNITS = {
+    "in nats a token": "in failures a completion (0.01: a point)",
+    "nats per token": "failures per completion",
+    "nats a token": "failures a completion",
+    "(nats)": "(failures)",
+    " nats": "",
+    "eld-out loss": "eld-out failures",
+    "held-out documents": "held-out prompts",
+}
 
 
 def signed(value: float) -> str:

@@ -20,7 +20,8 @@ has the level of the test behind the verdict. Tests and intervals cover seeds an
 together (`stats.py`, `documents.py`).
 
 The margin is a share of the baseline's mean loss over the study's first seeds, so that later seeds
-cannot move it.
+cannot move it. With rewards (`points`) failures of prompts stand in the place of nats of documents,
+and the margin is absolute.
 """
 
 from __future__ import annotations
@@ -301,7 +302,7 @@ def _gather(
     runs, base = by_arm[arm.name], bases[0]
     first = [base[s].heldout_loss for s in study.seeds if s in base]
     losses = [loss for loss in first if loss is not None]
-    margin = study.margin * fmean(losses) if losses else None
+    margin = study.margin_of(fmean(losses)) if losses else None
     apart = _other_data(study, arm, by_arm)
     pairs = {s: (run, _finished(bases, s)) for s, run in sorted(runs.items()) if s not in apart}
     gaps = {s: gap for s, pair in pairs.items() if (gap := _paired_gap(*pair)) is not None}

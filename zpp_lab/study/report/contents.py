@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from zpp_lab.config.schema import LEAST_HELDOUT
+from zpp_lab.files import COMPLETIONS
 from zpp_lab.runs.reader import Run
 from zpp_lab.runs.wandb.folder import STATE, read_state
 from zpp_lab.study.judge.answer import answer
@@ -71,6 +73,7 @@ from zpp_lab.study.speed.results import BASE, Predict
 from zpp_lab.study.speed.speeds import StudySpeeds, study_speeds
 from zpp_lab.study.words import NOTHING, gap_text, margin_nats, number, signed
 
+_EXAMPLES = 4  # completions of an arm
 _ESTIMATE = ("From", "To", "Seeds", "Groups")
 _BEFORE_SPEED = ("gap", "gap_vs_bytes", "gap_vs_speed")
 _SHOWN = ("gap_vs_bytes", "gap_vs_speed")  # the other figures are behind folds
@@ -158,6 +161,7 @@ def study_document(found: Findings, figures: Sequence[Figure]) -> Document:
         Section("What was compared", "opening", [opening(result)]),
         Section("Notes", "notes", [Text(result.notes, "list")]),
         Section("Figures", "figures", _figures(found, others)),
+        Section("Completions", "completions", [completions_table(result)], folded=True),
         Section("Measured speed", "speed", _speed(found), folded=True),
         Section("How it is decided", "decision", [Text(decision(result))], folded=True),
         Section("How sure", "certain", certain, folded=True),
@@ -367,6 +371,21 @@ def certainty_table(certainty: Certainty) -> Table:
     return Table("certainty", "Intervals and p-values of each gap", heads, shown)
 
 
+def completions_table(result: StudyResult) -> Table:
+    """Return sampled completions of each arm's last evaluation, of its first seed, where runs have
+    rewards."""
+    rows: list[Row] = []
+    for arm in result.arms:
+        found = arm.finished[0].dir / COMPLETIONS if arm.finished else None
+        text = found.read_text(encoding="utf-8") if found and found.is_file() else ""
+        shown = [json.loads(line) for line in text.splitlines()][-_EXAMPLES:]
+        for one in shown:
+            scores = ", ".join(f"{name} {value:g}" for name, value in one["rewards"].items())
+            rows.append(Row([arm.name, one["prompt"], one["completion"], scores], arm.name))
+    columns = words("Arm", "Prompt", "Completion", "Rewards")
+    return Table("completions", "Held-out prompts, completions sampled last", columns, rows)
+
+
 def facts_table(result: StudyResult) -> Table:
     rows = [Row(fact) for fact in facts(result)]
     return Table("facts", "Of the finished runs", words("What", "Value"), rows, sortable=False)
@@ -398,7 +417,7 @@ LONE += "band the size of the noise is unknown."
 def opening(result: StudyResult) -> Terms:
     """Return the first lines: baseline, margin, stopping rule, controls."""
     study = result.study
-    margin = f"±{study.margin:.2%} of the baseline's held-out loss"
+    margin = f"±{study.margin_text}"
     if result.margin is not None:
         margin += f", here {margin_nats(result)}"
     controls = [control.text for control in result.controls]

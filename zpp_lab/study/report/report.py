@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from zpp_lab.config.study import StudyConfig
@@ -31,6 +32,7 @@ from zpp_lab.study.report.trials import NAME as TRIALS
 from zpp_lab.study.report.trials import find_trials, trials_console, trials_document, trials_table
 from zpp_lab.study.speed.results import BASE, Predict, copy_table, read_speeds, speed_file
 from zpp_lab.study.speed.speeds import COPY
+from zpp_lab.study.words import in_failures
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ def build_report(
         table, console = verdict_table(result), console_table(result)
     paper_table = latex(table, caption, result.study.name)
     texts = {"results.csv": results_csv(result), "report.tex": paper_table}
-    drawn = _write(root, document, texts, (*NAMES, *SPEED_NAMES, TRIALS))
+    in_unit = partial(in_failures, result.study)
+    drawn = _write(root, document, texts, (*NAMES, *SPEED_NAMES, TRIALS), in_unit)
     page, text = root / "report.html", root / "report.md"
     data, paper = root / "results.csv", root / "report.tex"
     return Report(page, text, data, paper, drawn, console)
@@ -120,11 +123,16 @@ def build_speed_report(path: Path, predict: Predict | None = None) -> SpeedRepor
 
 
 def _write(
-    root: Path, document: Document, texts: Mapping[str, str], known: Sequence[str]
+    root: Path,
+    document: Document,
+    texts: Mapping[str, str],
+    known: Sequence[str],
+    in_unit: Callable[[str], str] = str,
 ) -> list[Path]:
-    """Write the files, remove old pictures of `known` names; returns the pictures."""
-    for name, text in {**texts, "report.md": markdown(document)}.items():
+    """Write the files, remove old pictures of `known` names; returns the pictures. in_unit: gives
+    a page's text the study's unit."""
+    for name, text in {**texts, "report.md": in_unit(markdown(document))}.items():
         write_atomic(root / name, text)
     drawn = write_pictures(root / "figures", document.figures, known)
-    write_atomic(root / "report.html", html(document))
+    write_atomic(root / "report.html", in_unit(html(document)))
     return drawn

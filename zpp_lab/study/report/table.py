@@ -217,8 +217,8 @@ def margin_line(result: StudyResult) -> str:
     return (
         f"Gap: held-out loss minus that of {result.compared_with} with the same seed, in nats a "
         f"token; mean ± half of the interval {interval_line(result)}, at the level of the test "
-        f"behind the verdict. Margin: {margin_nats(result)} ({study.margin:.2%} of the baseline's "
-        f"loss). On par: shown to be inside the margin.{mark} {correction_line(result)}"
+        f"behind the verdict. Margin: {margin_nats(result)} ({study.margin_text}). "
+        f"On par: shown to be inside the margin.{mark} {correction_line(result)}"
         f"{_readout_line(result)}"
     )
 

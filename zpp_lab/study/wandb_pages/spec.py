@@ -49,7 +49,7 @@ def make_spec(
     gaps, wires = gap_names(study), wires_of(study)
     colors = {arm: look.color for arm, look in study_looks(study, chosen).items()}
     rule = (
-        f"Baseline {study.baseline}; margin ±{study.margin:.2%} of its held-out loss; "
+        f"Baseline {study.baseline}; margin ±{study.margin_text}; "
         f"{study.confidence:.0%} confidence; {len(study.arms)} arms."
     )
     sections = {  # name → runs of its panels in the report, and the panels
