@@ -190,15 +190,7 @@ def shard(
         print(_summary(plan, param_dtype, reduce_dtype), file=sys.stderr, flush=True)
     group = None if picked.whole else ranks.gathers["world"]  # type: ignore[attr-defined]
     wrapped = wrap(
-        model,
-        cut,
-        plans,
-        ranks,
-        device,
-        seed=seed,
-        ordered=ordered,
-        cast_inputs=True,
-        ranks=picked,
+        model, cut, plans, ranks, device, seed=seed, ordered=ordered, cast_inputs=True, ranks=picked
     )
     mark(model, picked.cluster.world)
     loop = Loop(model, wrapped, device, group)

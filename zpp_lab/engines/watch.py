@@ -34,12 +34,7 @@ class Watch:
             )
 
     def weights(
-        self,
-        step: int,
-        wire: Wire,
-        layout: Layout,
-        outs: Sequence[Tensor],
-        rows: int,
+        self, step: int, wire: Wire, layout: Layout, outs: Sequence[Tensor], rows: int
     ) -> None:
         """Whole parameters after a gather of so many rows."""
         after = [padded_rows(o, rows, g.numel) for g, o in zip(layout.segments, outs, strict=True)]

@@ -162,10 +162,7 @@ class Prefetch:
 
     def wasted(self, usage: Usage) -> tuple[Counter[str], Counter[str]]:
         """Units gathered in vain by this pass, for its forward and for its backward."""
-        return (
-            _in_vain(self.forward, usage.forwards),
-            _in_vain(self.backward, usage.backwards),
-        )
+        return (_in_vain(self.forward, usage.forwards), _in_vain(self.backward, usage.backwards))
 
     def settle(self, usage: Usage) -> None:
         """After a forward without a backward: drop what was gathered in vain."""

@@ -113,10 +113,7 @@ def opening(measured: Sequence[Measured]) -> Terms:
     )
     pairs = [
         ("Machine", "; ".join(machines) or "not in the table"),
-        (
-            "Models",
-            ", ".join(dict.fromkeys(m.setting.model for m in measured)) or "unknown",
-        ),
+        ("Models", ", ".join(dict.fromkeys(m.setting.model for m in measured)) or "unknown"),
         ("Batch of a GPU", "; ".join(batches) or "not in the table"),
         (
             "Compared with",
