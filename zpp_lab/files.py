@@ -356,12 +356,6 @@ def check_name(name: str) -> None:
         )
 
 
-def need_folder(named: str, path: Path, fix: str) -> None:
-    """ValueError, beginning with `named` and ending with `fix`, when `path` is no folder."""
-    if not path.is_dir():
-        raise ValueError(f"{named}: {missing(path)}; {fix}")
-
-
 def below(folder: Path, mark: str) -> str:
     """Ask about the folders just below that hold `mark`; "" where there are none."""
     if not folder.is_dir():

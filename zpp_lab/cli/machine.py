@@ -84,7 +84,9 @@ def _doctor(_: argparse.Namespace, __: list[str]) -> int:
 def _bench(args: argparse.Namespace, rest: list[str]) -> int:
     if args.what is None:
         if "-h" in rest or "--help" in rest:
-            print(f"usage: zpp-lab bench WHAT [option ...]\n\n{_benches()}")
+            rows = [f"  {name:14} {text}" for name, text in BENCHES.items()]
+            print("usage: zpp-lab bench WHAT [option ...]\n", *rows, sep="\n")
+            print("zpp-lab bench WHAT --help lists its options.")
             return 0
         raise ValueError(
             f"bench needs WHAT to measure: zpp-lab bench WHAT; valid names: {', '.join(BENCHES)}"
@@ -94,11 +96,6 @@ def _bench(args: argparse.Namespace, rest: list[str]) -> int:
     from importlib import import_module
 
     return int(import_module(f"zpp_lab.tools.bench.{args.what}").main(rest))
-
-
-def _benches() -> str:
-    rows = [f"  {name:14} {text}" for name, text in BENCHES.items()]
-    return "\n".join([*rows, "zpp-lab bench WHAT --help lists its options."])
 
 
 def _emulate(_: argparse.Namespace, rest: list[str]) -> int:

@@ -83,7 +83,8 @@ def _call(args: argparse.Namespace, rest: list[str]) -> int:
     except ModuleNotFoundError as error:
         return _mistake(args.command, report_advice(error, "this again"))
     except BrokenPipeError:  # who read the output has enough of it
-        _close_output()
+        # Python's end would try to write what is left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, ValueError, MemoryError, RuntimeError) as error:
         if memory_is_full(error):
@@ -139,11 +140,6 @@ def _own_files(folder: str | None) -> Iterator[None]:
 def _mistake(command: str, text: str) -> int:
     print(f"zpp-lab {command}".rstrip() + f": {text}", file=sys.stderr)
     return 2
-
-
-def _close_output() -> None:
-    """Python's end would try to write what is left."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _no_command(word: str, names: list[str]) -> str:

@@ -138,7 +138,7 @@ class Gather:
         keep = self._keep(packet)
         sent = packet.first.send(keep) if packet.first is not None else NOTHING
         if packet.held is not None:
-            sent += self._pass_on(packet, packet.held)
+            sent += self._leg(packet, "local", packet.held).send()
         self.ledger.add(packet.wire, sent)
         if not self.clock.master:
             self._check(packet, sent)
@@ -244,10 +244,6 @@ class Gather:
         packet = self._empty(BACKWARD, self.spec.forward, device)
         packet.held = self.secondary
         return packet
-
-    def _pass_on(self, packet: Packet, held: Tensor) -> Traffic:
-        """The node's rows to the neighbours in it."""
-        return self._leg(packet, "local", held).send()
 
     def _keep(self, packet: Packet) -> Tensor | None:
         """hpZ: of a forward that a backward will follow, this local rank's N rows stay. Where no

@@ -134,7 +134,7 @@ def _explain(cls: type, error: Any) -> str:
     if error["type"] == "dataclass_type":  # a group of settings
         names = ", ".join(f"{place}.{name}" for name in valid_names(cls, place.split(".")))
         return f"{place}={given}: expected nested settings; set {names}"
-    null = ", or null" if _nullable(cls, place) else ""
+    null = ", or null" if type(None) in get_args(_hint(cls, place.split("."))) else ""
     if error["type"] == "list_type" and (inner := valid_names(cls, place.split("."))):
         return f"{place}={given}: use a list of nested settings, such as [{{{inner[0]}: …}}]{null}"
     return f"{place}={given}: use {_expected(error)}{null}"
@@ -229,11 +229,6 @@ def valid_names(cls: Any, path: list[str]) -> list[str]:
     """Return the field names below `cls` along `path` (list indices are skipped)."""
     cls = _dataclass_in(_hint(cls, path))
     return [f.name for f in fields(cls)] if is_dataclass(cls) else []
-
-
-def _nullable(cls: Any, place: str) -> bool:
-    """Return whether the setting may be null."""
-    return type(None) in get_args(_hint(cls, place.split(".")))
 
 
 def _hint(cls: Any, path: list[str]) -> Any:

@@ -21,7 +21,7 @@ from zpp_lab.config.codec import (
     Positive,
     need,
 )
-from zpp_lab.files import below, looks_like_folder, missing, need_folder
+from zpp_lab.files import below, looks_like_folder, missing
 
 # Embeddings and heads of the built-in decoder and of transformers: QLoRA leaves them uncompressed.
 # As the default it may match in part; a list of the user's own must match name by name.
@@ -197,8 +197,8 @@ def check_model_path(cfg: ModelConfig) -> None:
             )
     elif path.is_file() and path.suffix == ".json":
         return  # a config by itself
-    elif looks_like_folder(cfg.path):
-        need_folder(named, path, DOWNLOAD)
+    elif looks_like_folder(cfg.path) and not path.is_dir():
+        raise ValueError(f"{named}: {missing(path)}; {DOWNLOAD}")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(
             f"{named} has no config.json{below(path, 'config.json')}: name the folder that "

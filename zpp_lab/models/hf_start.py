@@ -85,7 +85,9 @@ class SavedStart(Start):
 
     def _match(self, twin: nn.Module) -> dict[str, list[str]]:
         """Map each parameter's and buffer's name to its names in the files (two when tied)."""
-        wanted = _aliases(twin)
+        first = {id(p): n for n, p in twin.named_parameters()}
+        # every name that a checkpoint may use, with the parameter's or saved buffer's first one
+        wanted = {n: first.get(id(t), n) for n, t in twin.state_dict(keep_vars=True).items()}
         saved = _in_model(self.stored.files, twin, wanted)
         found: dict[str, list[str]] = defaultdict(list)
         for n, own in saved.items():
@@ -103,12 +105,6 @@ class SavedStart(Start):
             },
         )
         return dict(found)
-
-
-def _aliases(twin: nn.Module) -> dict[str, str]:
-    """Map every name that a checkpoint may use to the parameter's or saved buffer's first name."""
-    names = {id(p): n for n, p in twin.named_parameters()}
-    return {n: names.get(id(t), n) for n, t in twin.state_dict(keep_vars=True).items()}
 
 
 def _in_model(saved: Iterable[str], twin: Any, wanted: dict[str, str]) -> dict[str, str | None]:

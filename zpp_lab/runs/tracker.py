@@ -256,7 +256,8 @@ class Tracker:
         self._progress = Progress(config.train.steps, label, first_step=resume_step)
         self._broken: set[str] = set()
         self._sink: SinkHandle | None = None
-        self._guard("console", lambda: self._announce(why and f"wandb: {mode} ({why})"))
+        if why:
+            self._guard("console", lambda: print(f"wandb: {mode} ({why})", flush=True))
         self._guard("wandb", lambda: self._start_sink(mode))
         self._events: EventFiles | None = None
         if config.tracking.tensorboard:
@@ -327,10 +328,6 @@ class Tracker:
             total = self.bytes.setdefault(wire, dict.fromkeys(hops, 0))
             for hop, count in hops.items():
                 total[hop] += count
-
-    def _announce(self, line: str) -> None:
-        if line:
-            print(line, flush=True)
 
     def _start_sink(self, mode: Mode) -> None:
         self._sink = start_run_sink(self.folder, mode)

@@ -180,19 +180,15 @@ class Ring:
         if held is not None:
             part.room.copy_(held)
         with watched:
-            self._meet(part.slot)
+            if self.read is not None:
+                self.shared.streams.wait(self.read)
+            self.shared.barrier()
+            self.barriers[part.slot] = self.shared.streams.mark(self.barriers[part.slot])
         words = out.view(-1, part.room.shape[1]).view(torch.int64).unbind(0)
         self.shared.pull([words[i] for i in part.order], part.sources, part.own)
         if keep is not None:
             kept_rows(keep, out, self.own)
         self.read = self.shared.streams.mark(self.read)
-
-    def _meet(self, slot: int) -> None:
-        """Meet: what all ranks wrote on their current streams may be read."""
-        if self.read is not None:
-            self.shared.streams.wait(self.read)
-        self.shared.barrier()
-        self.barriers[slot] = self.shared.streams.mark(self.barriers[slot])
 
     def part(self, at: int, shape: tuple[int, int, int]) -> Part:
         """Return the place of rows × columns × bytes that starts at `at`; cached."""

@@ -172,7 +172,10 @@ class VirtualEngine(Engine):
     def _gradients(self, step: int, batches: Batches, watch: Watch) -> tuple[Tensor, Grads]:
         """Return losses, fp64 [micro-steps, W], and the mean gradient, fp32 and whole."""
         self.memories.start(step)
-        self._gather_both(step, watch)
+        self._gather(step, FORWARD, self.weights, watch)
+        self._gather(step, BACKWARD, self.backward, watch)
+        for name, value in self.forward.items():  # where backward's differ
+            value.copy_(self.weights[name].detach())
         shape = (self.plan.micro_steps, self.cluster.world)
         losses = torch.zeros(shape, dtype=torch.float64, device=self.device)
         total: Grads = {}
@@ -251,13 +254,6 @@ class VirtualEngine(Engine):
         self.optimizer.zero_grad(set_to_none=True)
 
     # ------------------------------------------------------------------ weights
-
-    def _gather_both(self, step: int, watch: Watch) -> None:
-        """Load the forward's weights. Where backward's differ, keep both of them."""
-        self._gather(step, FORWARD, self.weights, watch)
-        self._gather(step, BACKWARD, self.backward, watch)
-        for name, value in self.forward.items():
-            value.copy_(self.weights[name].detach())
 
     def _gather(self, step: int, wire: Wire, into: Mapping[str, Tensor], watch: Watch) -> None:
         """Gather the parameters that `into` holds, as `wire` brings them."""

@@ -7,7 +7,6 @@ what is not known yet is asked for again later, and nobody waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +62,9 @@ def find_baseline(run: RunFolder) -> Baseline | None:
     study = run.path.parent.parent / STUDY_FILE
     if (config.get("run") or {}).get("study") and study.is_file():
         return _of_study(run, config, read_yaml(study))
-    for folder in _neighbours(run):
-        if _is_plain(folder.config(), config):
+    for path in sorted(run.path.parent.parent.glob(f"*/{run.path.name}/{CONFIG}")):
+        folder = RunFolder(path.parent)
+        if folder.path != run.path and _is_plain(folder.config(), config):
             return Baseline(RECIPE, folder)
     return None
 
@@ -76,13 +76,6 @@ def _of_study(run: RunFolder, config: dict[str, Any], study: dict[str, Any]) -> 
     if own in (name, study["baseline"]):
         return None
     return Baseline(name, RunFolder(run.path.parent.parent / name / run.path.name))
-
-
-def _neighbours(run: RunFolder) -> Iterator[RunFolder]:
-    """Other runs with the same seed's folder name: SWEEP/*/seed1."""
-    for path in sorted(run.path.parent.parent.glob(f"*/{run.path.name}/{CONFIG}")):
-        if path.parent != run.path:
-            yield RunFolder(path.parent)
 
 
 def _is_plain(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:

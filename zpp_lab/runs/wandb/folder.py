@@ -85,7 +85,8 @@ class RunFolder:
     def state(self) -> dict[str, Any]:
         """Return what wandb.json says; made on the first call, with a new run id."""
         found = read_state(self.path / STATE)
-        return found or self.note(id=f"{_slug(self.path.name)}-{secrets.token_hex(4)}")
+        slug = re.sub(r"[^A-Za-z0-9_-]+", "-", self.path.name)[:60].strip("-")
+        return found or self.note(id=f"{slug or 'run'}-{secrets.token_hex(4)}")
 
     def sent(self) -> str | None:
         """Return the mark of the ending that wandb has, None when it has none."""
@@ -150,11 +151,6 @@ def run_folders(root: Path | str) -> list[RunFolder]:
             below.clear()
         below.sort()
     return found
-
-
-def _slug(name: str) -> str:
-    """Letters that a wandb run id may have."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", name)[:60].strip("-") or "run"
 
 
 def write_failure(folder: Path, failure: Record) -> None:

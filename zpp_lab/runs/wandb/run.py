@@ -134,7 +134,9 @@ class WandbRun:
         if self._baseline is None:
             self._baseline = find_baseline(self._run_folder)
             if self._baseline is not None:
-                _define_gap(self._run, self._baseline.prefix)
+                prefix = self._baseline.prefix  # a step of its own: late gaps come after the last
+                self._run.define_metric(f"{prefix}/step", hidden=True)
+                self._run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
 
     def _send_late_gaps(self) -> None:
         """Gaps that were not known when their step was sent, or that nobody knows to be there."""
@@ -198,12 +200,6 @@ def _define(run: Any) -> None:
     by_class = [f"telemetry/{wire}/{identity.BY_CLASS}" for wire in WIRES]
     for name in (*identity.SHOWN.values(), identity.BYTES, *_SPEED, *by_class):
         run.define_metric(name, step_metric="step")  # a table shows the last value
-
-
-def _define_gap(run: Any, prefix: str) -> None:
-    """The gap has a step of its own: late ones come after the run's last step."""
-    run.define_metric(f"{prefix}/step", hidden=True)
-    run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
 
 
 def _settings(timeout: float, summarized: bool, trainer: int | None, commit: str | None) -> Any:

@@ -28,7 +28,7 @@ from zpp_lab.study.judge.effects import (
 )
 from zpp_lab.study.judge.families import look_sizes
 from zpp_lab.study.judge.noise import one_seed
-from zpp_lab.study.judge.verdict import ArmResult, StudyResult, pairwise
+from zpp_lab.study.judge.verdict import StudyResult, pairwise
 from zpp_lab.study.report.appendix import Appendix, facts, given, one_commit, scope
 from zpp_lab.study.report.figures.curves import MEASURES, StudyCurves, study_curves
 from zpp_lab.study.report.figures.curves import Row as CurveRow
@@ -286,18 +286,14 @@ def verdict_table(result: StudyResult) -> Table:
     """Return one row an arm. What it does comes last, so that a narrow screen shows the verdict."""
     found = verdict_rows(result)
     describe = any(arm.arm.describe for arm in result.every)
-    rows = [
-        Row([*_badged(cells, arm), *([arm.arm.describe or NOTHING] if describe else [])], arm.name)
-        for arm, cells in zip(result.ranked, found, strict=True)
-    ]
+    rows = []
+    for arm, cells in zip(result.ranked, found, strict=True):
+        name, _, *others = cells.values()
+        others += [arm.arm.describe or NOTHING] if describe else []
+        rows.append(Row([name, Badge(arm.verdict, arm.verdict, arm.note), *others], arm.name))
     first, verdict, *others = found[0]
     columns = [*words(first, verdict), *numbers(*others), *words(*["What it does"] * describe)]
     return Table("whole", f"Every arm against {result.compared_with}", columns, rows)
-
-
-def _badged(cells: dict[str, str], arm: ArmResult) -> list[str | Badge]:
-    name, _, *others = cells.values()
-    return [name, Badge(arm.verdict, arm.verdict, arm.note), *others]
 
 
 def effects_table(effects: Sequence[MainEffect]) -> Table:
@@ -435,13 +431,8 @@ def opening(result: StudyResult) -> Terms:
             " ".join(controls) or "None, so nothing shows that this study can detect a gap.",
         ),
     ]
-    wrong = [] if controls_hold(result) else ["Controls"]
+    wrong = ["Controls"] if any(c.wrong for c in result.controls) else []
     return Terms([(what, text) for what, text in lines if text], wrong)
-
-
-def controls_hold(result: StudyResult) -> bool:
-    """Return whether each came out as it must, as far as there are seeds to tell."""
-    return not any(c.wrong for c in result.controls)
 
 
 def _baseline(result: StudyResult) -> str:

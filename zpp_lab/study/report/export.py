@@ -51,7 +51,8 @@ def export(roots: Sequence[Path], out: Path, steps: bool = False) -> int:
         table = pandas.concat([_frame(part, _STEP_TYPES) for part in each])
     else:
         rows = run_rows(results, roots)
-        table = _frame(rows, _types(rows))
+        columns = rows[0] if rows else {}
+        table = _frame(rows, {key: _widest({type(row[key]) for row in rows}) for key in columns})
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f".{out.name}.tmp")
     try:
@@ -170,11 +171,6 @@ def _speed(before: Row, row: Row) -> float | None:
         return None
     seconds = row["seconds"] - before["seconds"]
     return (row["tokens"] - before["tokens"]) / seconds if seconds > 0 else None
-
-
-def _types(rows: Sequence[Row]) -> dict[str, type]:
-    """Each column's type, wide enough for all its values."""
-    return {key: _widest({type(row[key]) for row in rows}) for key in (rows[0] if rows else {})}
 
 
 def _widest(found: set[type]) -> type:

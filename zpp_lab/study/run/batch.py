@@ -306,11 +306,6 @@ def _hydra() -> Iterator[Any]:
         yield main
 
 
-def _words_of(name: str, root: Path, settings: Sequence[str]) -> list[str]:
-    place = f"hydra.sweep.dir={quote(str(root))}"
-    return [*own_files(), f"hydra/launcher={name}", place, *settings]
-
-
 def hydra_settings(words: Sequence[str]) -> DictConfig:
     """Return Hydra's own settings of a multirun with these words: its launcher, sweeper and what
     their settings. ValueError as `compose`'s."""
@@ -341,9 +336,9 @@ def _instance(
     main: Any, name: str, root: Path, settings: Sequence[str]
 ) -> tuple[Launcher, DictConfig]:
     try:
-        config = main.compose_config(
-            "config", _words_of(name, root, settings), run_mode=RunMode.MULTIRUN
-        )
+        folder = f"hydra.sweep.dir={quote(str(root))}"
+        words = [*own_files(), f"hydra/launcher={name}", folder, *settings]
+        config = main.compose_config("config", words, run_mode=RunMode.MULTIRUN)
         launcher = Plugins.instance().instantiate_launcher(
             hydra_context=HydraContext(main.config_loader, Callbacks(config)),
             task_function=task,

@@ -68,7 +68,8 @@ class Progress:
             return
         steps = [(run, last_step(run.dir)) for run in running]
         done = self._done + sum(max(0, step - self._begun[run.dir]) for run, step in steps)
-        left = duration(self._remaining(done))
+        each = (time.monotonic() - self._start) / done if done else None
+        left = duration(each and each * max(0, self._steps - done))
         now = ", ".join(f"{run} {step}/{run.config.train.steps}" for run, step in steps)
         line = f"{self._ended}/{self._total} runs, {left} left: {now}"
         if not self._live:
@@ -80,10 +81,6 @@ class Progress:
         if self._live:
             self._stream.write(_CLEAR)
             self._stream.flush()
-
-    def _remaining(self, done: int) -> float | None:
-        elapsed = time.monotonic() - self._start
-        return elapsed / done * max(0, self._steps - done) if done else None
 
 
 class Countdown:

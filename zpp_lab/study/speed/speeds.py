@@ -78,9 +78,9 @@ def match(measured: Sequence[Measured], result: StudyResult) -> StudySpeeds:
     matches: dict[str, list[str]] = {}
     missing: dict[str, str] = {}
     for arm in result.arms:
-        own = _own_settings(arm)
-        if own is None:
+        if arm.first_run is None:
             continue
+        own = recipe_settings(arm.first_run.config.get("recipe") or {})
         if _micro_steps(arm) != _micro_steps(result.baseline):
             missing[arm.name] = (
                 f"its step has {_micro_steps(arm)} micro-steps, that of {result.baseline.name} "
@@ -127,11 +127,6 @@ def _values(codec: CodecConfig) -> dict[str, Any]:
     return {name: value for name, value in vars(codec).items() if not name.startswith("_")}
 
 
-def _own_settings(arm: ArmResult) -> dict[str, Any] | None:
-    run = arm.first_run
-    return None if run is None else recipe_settings(run.config.get("recipe") or {})
-
-
 def _micro_steps(arm: ArmResult) -> int:
     run = arm.first_run
     return int(((run.config if run else {}).get("train") or {}).get("micro_steps", 1))
@@ -146,18 +141,12 @@ def _best(
     """The arm's measurement at one place: of those with its settings and engine the one of its
     name, else the first. One whose settings the table does not say is taken by its name."""
     engine = _engine(arm)
-    fit = [m for m in there if m.engine in ("", engine) and _alike(m, arm, own, recipes)]
+    known = [(m, recipes.get(id(m))) for m in there if m.engine in ("", engine)]
+    fit = [m for m, its in known if (m.arm in _names(arm) if its is None else its == own)]
     if not fit and engine == "fsdp":
         plain = [m for m in there if m.arm == BASE]
         fit = [m for m in plain if recipes.get(id(m), recipe_settings({})) == own]
     return min(fit, key=lambda m: m.arm != arm.name, default=None)
-
-
-def _alike(
-    one: Measured, arm: ArmResult, own: Mapping[str, Any], recipes: Mapping[int, Mapping[str, Any]]
-) -> bool:
-    settings = recipes.get(id(one))
-    return one.arm in _names(arm) if settings is None else settings == own
 
 
 def _why(

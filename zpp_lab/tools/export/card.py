@@ -142,8 +142,10 @@ class Card:
         }
 
     def text(self) -> str:
-        made = [self._origin(), self._storage(), *self._changes(), self._loading()]
-        return "\n\n".join(made)
+        model, train = self.config.model, self.config.train
+        llama = model.name == "llama"
+        loading = instructions(self.dtype, train.param_dtype, len(self.grids), llama)
+        return "\n\n".join([self._origin(), self._storage(), *self._changes(), loading])
 
     def _origin(self) -> str:
         of = f"recipe `{self.config.recipe.name}`, seed {self.config.seed}, step {self.step}"
@@ -186,10 +188,6 @@ class Card:
                 f"packed; the model was trained in {self.config.train.param_dtype}."
             )
         return found
-
-    def _loading(self) -> str:
-        model, train = self.config.model, self.config.train
-        return instructions(self.dtype, train.param_dtype, len(self.grids), model.name == "llama")
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.flat import stored_config
 from zpp_lab.config.model import LoraConfig
-from zpp_lab.config.schema import Config, RecipeConfig
+from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import GATHERS
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.frozen import Marks, check_marks, decode_shards, encode_shards, mark
@@ -53,14 +53,10 @@ def merge_adapters(config: Config, saved: SavedWeights) -> tuple[Config, SavedWe
     if not config.model.lora.on:
         return config, saved
     plain = replace(config.model, lora=LoraConfig())
-    recipe = _without_codecs(config.recipe)
+    raw: dict[str, Any] = dict.fromkeys(("weights", *GATHERS), CodecConfig())
+    rules = [r for r in config.recipe.rules if r.exempt]
+    recipe = replace(config.recipe, **raw, rules=rules, phases=[])
     return replace(config, model=plain, recipe=recipe), MergedWeights(config, saved)
-
-
-def _without_codecs(recipe: RecipeConfig) -> RecipeConfig:
-    none, exempting = CodecConfig(), [r for r in recipe.rules if r.exempt]
-    raw: dict[str, Any] = dict.fromkeys(("weights", *GATHERS), none)
-    return replace(recipe, **raw, rules=exempting, phases=[])
 
 
 class MergedWeights:

@@ -110,18 +110,13 @@ def _hf(config: Config, saved: SavedWeights) -> Target:
         found = {n: start.buffer(n) for n in chosen}
         chosen = {n: b if found[n] is None else found[n] for n, b in chosen.items()}
     return Target(
-        _hf_config(model),
+        {**json.loads(model.config.to_json_string()), "architectures": [type(model).__name__]},
         {n: n for n in saved.shapes},
         lambda _, rows: rows,
         chosen,
         linear_weights(model),
         [n for n, m in model.named_modules() if isinstance(m, nn.Linear)],
     )
-
-
-def _hf_config(model: Any) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(model.config.to_json_string())
-    return {**values, "architectures": [type(model).__name__]}
 
 
 def _same_names(saved: SavedWeights, model: Any) -> None:

@@ -337,9 +337,10 @@ def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
     for one in advice:
         line = _advice_line(one, one is advice[0], outlook.estimate.host)
         console.print(line, highlight=False)
-    cluster = outlook.config.cluster
+    cluster, count = outlook.config.cluster, outlook.parameters
+    size = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
     console.print(
-        f"{outlook.config.model.preset} ({_billions(outlook.parameters)}), recipe "
+        f"{outlook.config.model.preset} ({size}), recipe "
         f"{outlook.config.recipe.name}, {cluster.nodes} × {cluster.gpus_per_node} GPUs, "
         f"{sequences(outlook.config)}",
         highlight=False,
@@ -416,10 +417,6 @@ def sequences(config: Config) -> str:
     train = config.train
     micro = f"{train.micro_steps} × " if train.micro_steps > 1 else ""
     return f"{micro}{train.batch_size} × {config.data.seq_len} tokens a GPU"
-
-
-def _billions(parameters: int) -> str:
-    return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
 
 
 def _wire_table(plan: Plan) -> Table:

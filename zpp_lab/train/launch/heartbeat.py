@@ -98,7 +98,10 @@ class Hub:
         """Read what comes within `seconds`, answer, and judge."""
         for key, _ in self.selector.select(seconds):
             if key.fileobj is self.listener:
-                self._accept()
+                with contextlib.suppress(OSError):
+                    link, _ = self.listener.accept()
+                    link.setblocking(False)
+                    self.selector.register(link, selectors.EVENT_READ, _Link())
             else:
                 self._read(key.fileobj, key.data)  # type: ignore[arg-type]
         if self.ended is None:
@@ -121,12 +124,6 @@ class Hub:
             s.knows or s.left or s.gone is not None or now - s.heard > 3 * BEAT
             for s in self.seen[1:]
         )
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            link, _ = self.listener.accept()
-            link.setblocking(False)
-            self.selector.register(link, selectors.EVENT_READ, _Link())
 
     def _read(self, link: socket.socket, of: _Link) -> None:
         try:

@@ -110,11 +110,6 @@ def secondary_bytes(plan: Plan) -> int:
     return plan.recipe.cluster.nodes * rows
 
 
-def base_bytes(plan: Plan) -> int:
-    """Return the bytes of a rank's payload rows of a frozen base."""
-    return sum(u.stored.nbytes for u in plan.units)
-
-
 class _Rank:
     """Items of one rank, in groups."""
 
@@ -148,7 +143,7 @@ class _Rank:
         place: Literal["gpu", "host"] = "host" if self.config.engine.offload else "gpu"
         return [
             Item("master weights, fp32", always(shard_bytes(every)), place),
-            Item("frozen base, encoded", always(base_bytes(self.plan))),
+            Item("frozen base, encoded", always(sum(u.stored.nbytes for u in self.plan.units))),
             *self._moments(trained, self.config.train.optimizer_state, place),
             Item("gradients, fp32", self._gradients(), place),
             Item("checkpoint, being written", always(self._checkpoint(every, trained)), "host"),

@@ -115,18 +115,15 @@ def _placed(arm: ArmResult, at: BandGap) -> str:
     return f"{at.side} the noise band, {at.times}"
 
 
-def baseline_row(result: StudyResult) -> Row:
-    base = result.baseline
-    row: Row = {"arm": base.name, "verdict": "baseline", "seeds": len(base.finished)}
-    row |= dict.fromkeys(("mean", "low", "high"), 0.0)
-    return row | {"bytes_total": base.bytes_total, "bytes_inter": base.bytes_inter}
-
-
 def cost_rows(result: StudyResult) -> list[Row]:
     """Return `gap_rows` after the baseline's, which is a point of its own on every front."""
     arms = {arm.name for arm in result.arms}  # a composite costs nothing
     rows = [row for row in gap_rows(result) if row["arm"] in arms]
-    return [baseline_row(result), *rows] if result.margin else []
+    base = result.baseline
+    own: Row = {"arm": base.name, "verdict": "baseline", "seeds": len(base.finished)}
+    own |= dict.fromkeys(("mean", "low", "high"), 0.0)
+    own |= {"bytes_total": base.bytes_total, "bytes_inter": base.bytes_inter}
+    return [own, *rows] if result.margin else []
 
 
 def speed_rows(result: StudyResult, speeds: Mapping[str, float]) -> list[Row]:
@@ -206,7 +203,9 @@ def gap_figure(result: StudyResult, style: Style) -> Spec:
     seeds = row >= _SEEDS and any(one["seeds"] > 1 for one in rows)
     layers = [*_below(rows, y, x), *_marks(rows, style, y, x, seeds)]
     made = alt.layer(*layers).properties(width=_WIDTH, height=alt.Step(row))
-    marks = {"seeds": _colored(seed_rows(result), rows)} if seeds else {}
+    verdicts = {one["arm"]: one["verdict"] for one in rows}
+    colored = [one | {"verdict": verdicts[one["arm"]]} for one in seed_rows(result)]
+    marks = {"seeds": colored} if seeds else {}
     data = {"arms": rows, "margin": margin_rows(result.margin), **marks}
     longest = min(_NAME, 7 * max(len(row["arm"]) for row in rows))
     right = _COLUMNS["label"] + 4 + 6 * max(len(row["label"]) for row in rows)
@@ -220,12 +219,6 @@ def gap_figure(result: StudyResult, style: Style) -> Spec:
     phone = {"side": names, "beside": words, "ticks": ticks, "row": on_phone, "font": font}
     spec["usermeta"]["phone"] = phone
     return spec
-
-
-def _colored(seeds: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
-    """Rows of seeds with their arms' verdicts."""
-    verdicts = {row["arm"]: row["verdict"] for row in rows}
-    return [seed | {"verdict": verdicts[seed["arm"]]} for seed in seeds]
 
 
 def _below(rows: Sequence[Row], y: alt.Y, x: Mapping[str, Any]) -> list[Any]:

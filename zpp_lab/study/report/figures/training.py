@@ -60,7 +60,9 @@ def gap_figure_over_steps(
     rows: Sequence[Row], margin: float, style: Style, noise: Sequence[Row], title: str
 ) -> Spec:
     """Plot a loss minus the baseline's over training. noise: the ends of the noise band."""
-    dressed, pick = style.dress(_banded(rows)), legend_pick()
+    if len({row["arm"] for row in rows}) > BANDED:  # so many bands would cover each other
+        rows = [row | {"low": row["mean"], "high": row["mean"]} for row in rows]
+    dressed, pick = style.dress(list(rows)), legend_pick()
     low, high = ends(dressed)
     widest = max((row["high"] for row in noise), default=0.0)
     gaps = GapAxis.around(margin, min(low, -widest), max(high, widest))
@@ -71,13 +73,6 @@ def gap_figure_over_steps(
     data: dict[str, Sequence[Row]] = {"gaps": _bare(dressed), "margin": margin_rows(margin)}
     data |= {"noise": noise} if noise else {}
     return finish(made, data, side=70, legend=_legend(dressed))
-
-
-def _banded(rows: Sequence[Row]) -> list[Row]:
-    """The rows, without their bands where so many would cover each other."""
-    if len({row["arm"] for row in rows}) <= BANDED:
-        return list(rows)
-    return [row | {"low": row["mean"], "high": row["mean"]} for row in rows]
 
 
 def _noise(noise: Sequence[Row], dressed: Sequence[Row], y: dict[str, Any]) -> list[alt.Chart]:

@@ -304,7 +304,8 @@ class _Step:
             if regathers:
                 self._copy_out(unit)
                 self._gather_ahead(order[i + 1 : i + 1 + self.ahead], BACKWARD)
-            self._wait_for_reduction()
+            # FSDP2 keeps the gradients of one reduction: the one before the last must have ended
+            self.line.add("mark", "compute", None, 0.0, self.reduced[-2:-1])
             again = self.config.model.checkpoint_activations
             host = self._host("backward") + (self.machine.host.again_s(self.mode) if again else 0.0)
             done = self._compute("backward", self.times[id(unit)][1], unit.unit.blocks * host)
@@ -369,10 +370,6 @@ class _Step:
         """Decode on the compute stream what has arrived."""
         arrived, seconds = self.fetched.pop(unit.unit.name)
         self.decoded.append(self.line.add("gather kernels", "compute", "gpu", seconds, [arrived]))
-
-    def _wait_for_reduction(self) -> None:
-        """FSDP2 keeps the gradients of one reduction: the one before the last must have ended."""
-        self.line.add("mark", "compute", None, 0.0, self.reduced[-2:-1])
 
     def _reduce(self, unit: UnitPlan, done: int | None) -> None:
         if not unit.unit.trainable:

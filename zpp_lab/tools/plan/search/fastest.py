@@ -66,7 +66,8 @@ class Parts:
 
     def of(self, candidate: Candidate) -> Figures:
         """Return figures of `candidate`; ValueError where a part has none."""
-        return _sum(self._recipe(candidate), self._knobs(candidate))
+        parts = self._recipe(candidate), self._knobs(candidate)
+        return tuple(a + b for a, b in zip(*parts, strict=True))
 
     def _recipe(self, candidate: Candidate) -> Figures:
         """With the reference's settings of memory; kept by the recipe's identity."""
@@ -99,7 +100,8 @@ class Parts:
             raw = RecipeConfig(sharding=ShardingConfig(cut, cut, cut))
             reference = _reference(candidate.knobs)
             own = self._whole(raw, candidate.knobs, self.base)
-            self._added[key] = _difference(own, self._whole(raw, reference, self.base))
+            other = self._whole(raw, reference, self.base)
+            self._added[key] = tuple(a - b for a, b in zip(own, other, strict=True))
         return self._added[key]
 
     def _whole(self, recipe: RecipeConfig, knobs: Knobs, base: Config) -> Figures:
@@ -128,14 +130,6 @@ def _value(found: Any) -> Figures:
     if isinstance(found, ValueError):
         raise found
     return found  # type: ignore[no-any-return]
-
-
-def _sum(one: Figures, other: Figures) -> Figures:
-    return tuple(a + b for a, b in zip(one, other, strict=True))
-
-
-def _difference(one: Figures, other: Figures) -> Figures:
-    return tuple(a - b for a, b in zip(one, other, strict=True))
 
 
 TIE = 0.01  # of a step: predictions are not better than that
