@@ -41,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     parser, add = _parser()
     if words and not words[0].startswith("-") and words[0] not in add.names:
-        return _mistake("", _no_command(words[0], add.names))
+        near = difflib.get_close_matches(words[0], add.names, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        valid = ", ".join(add.names)
+        return _mistake("", f"{words[0]!r}: unknown command{hint}; valid names: {valid}")
     try:
         known, rest = parser.parse_known_args(words)
     except ValueError as error:
@@ -140,12 +143,6 @@ def _own_files(folder: str | None) -> Iterator[None]:
 def _mistake(command: str, text: str) -> int:
     print(f"zpp-lab {command}".rstrip() + f": {text}", file=sys.stderr)
     return 2
-
-
-def _no_command(word: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(word, names, n=1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    return f"{word!r}: unknown command{hint}; valid names: {', '.join(names)}"
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ from zpp_lab.train.time_slice import PAUSED, UNFINISHED, seconds
 
 if TYPE_CHECKING:
     from zpp_lab.config.schema import Config
-    from zpp_lab.config.study import StudyConfig
-    from zpp_lab.study import Launch
     from zpp_lab.tools.plan.dry_run import Machine
 
 ALONE = "with --arms: judge these runs alone, while other arms and seeds run elsewhere"
@@ -166,7 +164,11 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     if args.multirun:
         if args.dry_run:
-            return _dry_sweep(overrides, args)
+            from zpp_lab.study.run.multirun import planned_sweep
+            from zpp_lab.tools.plan.dry_run import dry_sweep
+
+            dry_sweep(planned_sweep(overrides), _machine(args))
+            return 0
         if until is not None:
             raise ValueError("--for works with one run or a study: leave out -m, or write a study")
         return _sweep(overrides)
@@ -210,14 +212,6 @@ def _of_hydra(args: argparse.Namespace) -> list[str]:
     flags = [] if args.cfg is None else ["--cfg", args.cfg]
     flags += [] if args.package is None else ["--package", args.package]
     return [*flags, *["--resolve"] * args.resolve, *(["--info", args.info] if args.info else [])]
-
-
-def _dry_sweep(overrides: list[str], args: argparse.Namespace) -> int:
-    from zpp_lab.study.run.multirun import planned_sweep
-    from zpp_lab.tools.plan.dry_run import dry_sweep
-
-    dry_sweep(planned_sweep(overrides), _machine(args))
-    return 0
 
 
 def _show_settings(config: Config, args: argparse.Namespace) -> None:
@@ -326,7 +320,10 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
         until=_until(args.piece),
     )
     if args.dry_run:
-        return _dry_run(study, root, args, launch)
+        from zpp_lab.tools.plan.dry_run import dry_run
+
+        dry_run(study, root, launch, _machine(args))
+        return 0
     outcome = run_study(study, root, launch, retry=args.retry)
     if not (outcome.unfinished or outcome.waiting or args.no_report):
         finish(root, study)
@@ -341,13 +338,6 @@ def _check_launched(args: argparse.Namespace) -> None:
                 f"{option} applies to runs on this machine: leave it out, or leave --launcher "
                 "out, whose own settings limit parallel runs (conf/hydra/launcher)"
             )
-
-
-def _dry_run(study: StudyConfig, root: Path, args: argparse.Namespace, launch: Launch) -> int:
-    from zpp_lab.tools.plan.dry_run import dry_run
-
-    dry_run(study, root, launch, _machine(args))
-    return 0
 
 
 def _check_dry(args: argparse.Namespace) -> None:

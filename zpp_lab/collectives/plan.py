@@ -22,6 +22,7 @@ so of every engine, plan and dry run.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,7 +32,7 @@ from zpp_lab.codecs import Codec, RawCodec, ShamCodec, build_codec
 from zpp_lab.codecs.kernels.memory import between
 from zpp_lab.codecs.layout import Layout, Parameter
 from zpp_lab.collectives.context import Key, RowMemory
-from zpp_lab.collectives.recipe import Recipe, check_patterns, told_raw
+from zpp_lab.collectives.recipe import Recipe, check_patterns
 from zpp_lab.collectives.traffic import (
     NOTHING,
     Traffic,
@@ -422,7 +423,8 @@ def _check_bits(plan: Plan) -> None:
     known = {p.name: p for u in units for p in u.unit.parameters}
     for wire, codecs in wires.items():
         if recipe.asks(wire) and all(isinstance(codec, RawCodec) for codec in codecs.values()):
-            why = told_raw(recipe, wire, [known[name] for name in codecs])
+            counts = Counter(recipe.raw_by(wire, known[name]) for name in codecs)
+            why = ", ".join(f"{count} by {setting}" for setting, count in counts.most_common())
             raise ValueError(
                 f"recipe {recipe.config.name}, {wire}: bits are set, but all {len(codecs)} "
                 f"parameters of this model would be sent uncompressed ({why}); exempt fewer, or "

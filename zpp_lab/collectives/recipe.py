@@ -8,7 +8,6 @@ others for `grads_inter`.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -225,12 +224,6 @@ def near(pattern: str, names: Sequence[str], most: int = 4) -> list[str]:
         return max(SequenceMatcher(None, literal, window).ratio() for window in windows)
 
     return sorted(names, key=likeness, reverse=True)[:most]
-
-
-def told_raw(recipe: Recipe, wire: Wire, parameters: Sequence[Parameter]) -> str:
-    """Why none of `parameters` travels in bits on a wire that asks for them, in a few words."""
-    why = Counter(recipe.raw_by(wire, p) for p in parameters)
-    return ", ".join(f"{count} by {setting}" for setting, count in why.most_common())
 
 
 def _exempt(exempt: ExemptConfig, parameter: Parameter) -> bool:

@@ -327,7 +327,9 @@ def load_study(
     a grid are expanded, and `extends` is resolved; with `only` it has the arms named there, and no
     composite of others. NAME_mini is its rehearsal, by conf/mini.yaml. `changes` replace the
     study's own settings; `overrides` go to every run."""
-    whole = _rehearsed(name)
+    whole = name.removesuffix("_mini")
+    if name in (there := study_names()) or whole not in there:
+        whole = ""  # no rehearsal
     values = _inherited(_study_path(whole or name))
     if whole:
         values |= _as_rehearsal(values, whole, name)
@@ -386,12 +388,6 @@ def _check_heard(study: StudyConfig, overrides: Sequence[str]) -> None:
                 f"{override}: every arm of study {study.name} sets this already; write your own "
                 f"study (extends: {study.name}), or train one run with zpp-lab train"
             )
-
-
-def _rehearsed(name: str) -> str:
-    """Return the study whose rehearsal has this name; "" for other names."""
-    whole = name.removesuffix("_mini")
-    return whole if name not in (there := study_names()) and whole in there else ""
 
 
 def _as_rehearsal(values: dict[str, Any], whole: str, name: str) -> dict[str, Any]:

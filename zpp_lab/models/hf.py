@@ -108,7 +108,9 @@ def _filled(model: Any, settings: Any, layers: str) -> nn.Module:
     model.eval()
     parent, _, name = layers.rpartition(".")
     blocks = list(model.get_submodule(layers))
-    kept = nn.ModuleList(blocks[: _enough(settings, len(blocks))])
+    # from the first to where each kind has come once, by the config's layer types
+    kinds = list(getattr(settings.get_text_config(), "layer_types", None) or ())[: len(blocks)]
+    kept = nn.ModuleList(blocks[: max((kinds.index(kind) + 1 for kind in set(kinds)), default=1)])
     setattr(model.get_submodule(parent), name, kept)
     _shorten(model.get_output_embeddings())
     numbers = torch.Generator().manual_seed(0)
@@ -120,12 +122,6 @@ def _filled(model: Any, settings: Any, layers: str) -> nn.Module:
             if p is not None and p.is_meta:
                 module._parameters[own] = nn.Parameter(_values(p.shape, scale, numbers), False)
     return cast(nn.Module, model)
-
-
-def _enough(settings: Any, layers: int) -> int:
-    """Count layers from the first to where each kind has come once, by the config's layer types."""
-    kinds = list(getattr(settings.get_text_config(), "layer_types", None) or ())[:layers]
-    return max((kinds.index(kind) + 1 for kind in set(kinds)), default=1)
 
 
 def _shorten(head: Any) -> None:
@@ -209,7 +205,12 @@ def read_config(cfg: ModelConfig) -> Any:
     check_model_path(cfg)
     library, options = package("transformers", "model=hf"), dict(cfg.options or {})
     if cfg.path is None:
-        base = _config_of_kind(library, options.pop("model_type"))
+        model_type = options.pop("model_type")
+        try:
+            base = library.AutoConfig.for_model(model_type)
+        except ValueError:
+            problem = f"model.options.model_type={model_type!r}: unknown to transformers"
+            raise ValueError(problem) from None
         values: dict[str, Any] = {}
     else:
         base = _config_at(library, cfg.path)
@@ -228,13 +229,6 @@ def read_config(cfg: ModelConfig) -> Any:
         return type(base).from_dict({**values, **options})
     except Exception as error:  # of several libraries
         raise ValueError(f"model.options: {type(base).__name__} rejects them: {error}") from None
-
-
-def _config_of_kind(library: Any, kind: str) -> Any:
-    try:
-        return library.AutoConfig.for_model(kind)
-    except ValueError:
-        raise ValueError(f"model.options.model_type={kind!r}: unknown to transformers") from None
 
 
 def _config_at(library: Any, path: str) -> Any:

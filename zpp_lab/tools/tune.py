@@ -321,13 +321,6 @@ def _check(
 # ---------------------------------------------------------------------- what is written
 
 
-def recipe_text(tuned: Tuned, source: Path) -> str:
-    """Return a file of conf/recipe/."""
-    head = f"# Weights of {tuned.bits:.2f} bits on average, scales included, by class"
-    text = yaml.safe_dump(tuned.settings, sort_keys=False, default_flow_style=None, width=100)
-    return f"{head}{_WRITTEN}{source}\n{text}"
-
-
 def _given(codec: CodecConfig) -> dict[str, Any]:
     return {name: getattr(codec, name) for name in CHOSEN}
 
@@ -393,7 +386,9 @@ def tune_command(
         used = f"zpp-lab train {own}recipe={out.stem}, or {used}"
     tuned = tune(run, bits, out.stem, among, blocks, tokens, device)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(out, recipe_text(tuned, run))
+    head = f"# Weights of {tuned.bits:.2f} bits on average, scales included, by class"
+    text = yaml.safe_dump(tuned.settings, sort_keys=False, default_flow_style=None, width=100)
+    write_atomic(out, f"{head}{_WRITTEN}{run}\n{text}")
     print(summary(tuned))
     print(f"written: {out}")
     print(f"to train with it: {used}")

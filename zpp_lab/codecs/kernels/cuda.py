@@ -57,7 +57,10 @@ def encode(
             if table.others
             else [s if s.is_contiguous() else s.contiguous() for s in sources]
         )
-        partials = None if errors is None else _partials(layout, table.kernel, out)
+        partials = None
+        if errors is not None:  # error sums of each tile, `count` left out
+            tiles = out.shape[0] * sum(_tiles(layout.segments[i]) for i in table.kernel)
+            partials = torch.empty(tiles, len(SUMS) - 1, dtype=torch.float64, device=out.device)
         noise_args = _noise(noise, layout, out)
         torch.ops.zpp_lab.encode.default(own, table.rows, *noise_args, out, partials)
         if errors is not None and partials is not None:
@@ -189,12 +192,6 @@ def decode_sum_encode(
 def _tiles(segment: Segment) -> int:
     """Count the tiles of one row, which are those of `error_sums`: filling never adds one."""
     return -(-segment.numel // TILE)
-
-
-def _partials(layout: Layout, chosen: Sequence[int], out: Tensor) -> Tensor:
-    """Allocate the error sums of each tile: fp64 [tiles, 8], `count` left out."""
-    tiles = out.shape[0] * sum(_tiles(layout.segments[i]) for i in chosen)
-    return torch.empty(tiles, len(SUMS) - 1, dtype=torch.float64, device=out.device)
 
 
 def _fold_partials(layout: Layout, chosen: Sequence[int], partials: Tensor, errors: Tensor) -> None:

@@ -50,19 +50,15 @@ def connect(
         raise ValueError(f"engine.transport=peer: {problems[needed]}; use auto or groups")
     if needed in problems:
         return groups
-    at_once = _everywhere(use_kernels(torch.empty(0, device=device)))
+    here = use_kernels(torch.empty(0, device=device))
+    every = [here] * dist.get_world_size()
+    dist.all_gather_object(every, here)
+    at_once = all(every)  # ranks must meet in the same way
     shared = {link: _maker(groups, link, device, at_once) for link in usable}
     transport = PeerTransport(groups, shared, LEAST if choice == "auto" else 0)
     if transport.rank == 0:
         print(f"zpp_lab: transport: {transport.describe()}", file=sys.stderr)
     return transport
-
-
-def _everywhere(own: bool) -> bool:
-    """Return whether it holds on all ranks: they must meet in the same way."""
-    every = [own] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    return all(every)
 
 
 def _maker(

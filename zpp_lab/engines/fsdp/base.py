@@ -24,13 +24,6 @@ from zpp_lab.engines.fsdp.comm import Installed, managed
 Rows = Callable[[str, int, int], Tensor]  # parameter, first row, last + 1 → fp32
 
 
-def in_param_dtype(model: nn.Module, names: Set[str], dtype: torch.dtype) -> None:
-    """Before FSDP2 looks at the model: the base is in the dtype that is gathered."""
-    for name, p in model.named_parameters():
-        if name in names:
-            p.data = p.data.to(dtype)
-
-
 def set_aside(
     model: nn.Module, wrapped: Iterable[nn.Module], names: Set[str], device: torch.device
 ) -> None:

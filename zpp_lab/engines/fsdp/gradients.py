@@ -229,18 +229,13 @@ class Landing:
         with torch.cuda.stream(self.computing):
             made = torch.empty(numel, dtype=dtype, device=device)
         here = torch.cuda.current_stream(device)
-        if self.computing is not None and _fills():
+        fill: bool = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        if self.computing is not None and fill and torch.are_deterministic_algorithms_enabled():
             here.wait_stream(self.computing)  # it has just been told to fill it with NaN
         # FSDP2 may let go of it while this stream still reads it: added to what a micro-step
         # before left, or on its way to host memory.
         made.record_stream(here)
         return made
-
-
-def _fills() -> bool:
-    """Whether torch writes to all new memory, which deterministic kernels ask for."""
-    fill: bool = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    return fill and torch.are_deterministic_algorithms_enabled()
 
 
 class LandedReduce(ReduceScatter):

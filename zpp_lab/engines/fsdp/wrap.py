@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 from zpp_lab.collectives.context import Clock, Memories
 from zpp_lab.collectives.plan import Plan
 from zpp_lab.collectives.transport import CudaStreams, HostStreams, Transport
-from zpp_lab.engines.fsdp.base import in_param_dtype, set_aside
+from zpp_lab.engines.fsdp.base import set_aside
 from zpp_lab.engines.fsdp.comm import Installed, UnderWay, install, install_later, land
 from zpp_lab.engines.fsdp.gradients import LandedReduce
 from zpp_lab.engines.fsdp.mesh import Ranks
@@ -108,7 +108,9 @@ def wrap(
     """
     plan, recipe = plans[0], plans[0].recipe
     mesh = (ranks or Ranks.pick(None, recipe.cluster)).mesh(recipe.shards, device.type)
-    in_param_dtype(model, plan.stored, recipe.weights_dtype)
+    for name, p in model.named_parameters():
+        if name in plan.stored:  # the base is in the dtype that is gathered
+            p.data = p.data.to(recipe.weights_dtype)
     policy = MixedPrecisionPolicy(
         param_dtype=recipe.weights_dtype,
         reduce_dtype=recipe.grads_dtype,

@@ -189,7 +189,11 @@ class VirtualEngine(Engine):
             local: Grads = {}
             for (rank, micro), (loss, grads, use) in zip(turns, passes, strict=True):
                 losses[micro, rank] = loss
-                self._note_use(rank, micro, use)
+                if self.used.setdefault(micro, use) != use:
+                    raise ValueError(
+                        f"rank {rank} ran other units of the model than the ranks before it: ranks "
+                        "of a real cluster would wait for each other forever"
+                    )
                 if waits:
                     use.check_once()
                 for name, grad in grads.items() if watch.check else ():
@@ -201,7 +205,10 @@ class VirtualEngine(Engine):
                     present, local = frozenset(local), {}
             self.reduced += [present] * times
             for reduction in self.reductions:
-                self._add_mean(total, reduction.mean(self.reduce_dtype))
+                for name, rows in reduction.mean(self.reduce_dtype).items():
+                    own = self.master[name]
+                    mean = rows.flatten()[: own.numel()].view(own.shape)  # without padding
+                    total[name] = total[name] + mean if name in total else mean
         return losses, total
 
     def _reductions(self) -> list[list[tuple[int, int]]]:
@@ -238,13 +245,6 @@ class VirtualEngine(Engine):
             else:
                 local[name] = grad.to(self.reduce_dtype, copy=True)
         return local
-
-    def _add_mean(self, total: Grads, means: Mapping[str, Tensor]) -> None:
-        """Add a reduction's means [W, n] to the step's gradient, without their padding."""
-        for name, rows in means.items():
-            shape = self.master[name].shape
-            whole = rows.flatten()[: shape.numel()].view(shape)
-            total[name] = total[name] + whole if name in total else whole
 
     def _update(self, grads: Grads, lr: float, step: int) -> None:
         set_rate(self.optimizer, lr)
@@ -311,13 +311,6 @@ class VirtualEngine(Engine):
             self.sources = masters
         else:
             torch._foreach_copy_([self.sources[n] for n in masters], list(masters.values()))
-
-    def _note_use(self, rank: int, micro: int, use: PassUse) -> None:
-        if self.used.setdefault(micro, use) != use:
-            raise ValueError(
-                f"rank {rank} ran other units of the model than the ranks before it: ranks of a "
-                "real cluster would wait for each other forever"
-            )
 
     def _passes(self) -> tuple[PassUse, ...]:
         """Return what each micro-step of the last step ran."""

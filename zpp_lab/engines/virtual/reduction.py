@@ -173,17 +173,13 @@ def together(units: Iterable[UnitPlan], limit: int = TOGETHER) -> list[UnitPlan]
     joined: list[UnitPlan] = []
     for unit in units:
         if joined and _numel(joined[-1]) + _numel(unit) <= limit:
-            joined[-1] = _join(joined[-1], unit)
+            a, b = joined[-1].unit, unit.unit
+            parameters, trainable = a.parameters + b.parameters, a.trainable | b.trainable
+            both = Unit(f"{a.name}+{b.name}", parameters, trainable, stored=a.stored | b.stored)
+            joined[-1] = replace(joined[-1], unit=both)
         else:
             joined.append(unit)
     return joined
-
-
-def _join(one: UnitPlan, other: UnitPlan) -> UnitPlan:
-    a, b = one.unit, other.unit
-    name = f"{a.name}+{b.name}"
-    parameters, trainable = a.parameters + b.parameters, a.trainable | b.trainable
-    return replace(one, unit=Unit(name, parameters, trainable, stored=a.stored | b.stored))
 
 
 def _numel(plan: UnitPlan) -> int:

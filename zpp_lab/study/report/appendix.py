@@ -67,7 +67,11 @@ class Appendix:
             begin = [f"model.start={written(start)}", *study.start_overrides]
             begin = begin if start and study.prepare else []
             return [*study.overrides, *begin, *arm.arm.overrides, f"seed={seed}"]
-        return None if run is None else self._from_config(run, arm.name)
+        if run is None:
+            return None
+        own = self._flat[arm.name]
+        keys = [k for k in differing(own, self._usual()) if k != "seed"]
+        return [*(f"{key}={written(own.get(key))}" for key in keys), f"seed={run.seed}"]
 
     def prepared(self) -> dict[str, str]:
         """Return the commands of the runs that arms start from, by name, in the folders that the
@@ -89,12 +93,6 @@ class Appendix:
         if self._standard is None:
             self._standard = flat_config(compose([]))
         return self._standard
-
-    def _from_config(self, run: Run, name: str) -> list[str]:
-        """What changes the project's standard config into the run's."""
-        keys = [k for k in differing(self._flat[name], self._usual()) if k != "seed"]
-        changed = [f"{key}={written(self._flat[name].get(key))}" for key in keys]
-        return [*changed, f"seed={run.seed}"]
 
 
 def _start(run: Run | None) -> str | None:
@@ -174,13 +172,6 @@ def _big(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g}{unit}"
     return f"{value:g}"
-
-
-def one_commit(result: StudyResult) -> str:
-    """Return the commit of the finished runs where they share one, else ""."""
-    summaries = [run.summary for run in result.runs if run.summary]
-    commits = {s.get("commit") if "commits" not in s else None for s in summaries}
-    return str(commits.pop()) if len(commits) == 1 and None not in commits else ""
 
 
 def _commits(summaries: Sequence[Mapping[str, Any]]) -> str:

@@ -29,7 +29,7 @@ from zpp_lab.study.judge.effects import (
 from zpp_lab.study.judge.families import look_sizes
 from zpp_lab.study.judge.noise import one_seed
 from zpp_lab.study.judge.verdict import StudyResult, pairwise
-from zpp_lab.study.report.appendix import Appendix, facts, given, one_commit, scope
+from zpp_lab.study.report.appendix import Appendix, facts, given, scope
 from zpp_lab.study.report.figures.curves import MEASURES, StudyCurves, study_curves
 from zpp_lab.study.report.figures.curves import Row as CurveRow
 from zpp_lab.study.report.figures.draw import left_out, make_figures
@@ -230,7 +230,10 @@ def _speed(found: Findings) -> list[Content]:
 
 
 def _again(found: Findings) -> list[Content]:
-    result, commit = found.result, one_commit(found.result)
+    result = found.result
+    summaries = [run.summary for run in result.runs if run.summary]
+    commits = {s.get("commit") if "commits" not in s else None for s in summaries}
+    commit = commits.pop() if len(commits) == 1 else None
     whole = "The whole study: `zpp-lab study study.yaml`, with the `study.yaml` next to this page."
     lines = [
         whole if any(arm.arm.overrides for arm in result.arms) else "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from zpp_lab.config.wires import WIRES, Wire, shares, wires_among
@@ -63,7 +63,7 @@ def results_csv(result: StudyResult) -> str:
     """
     text = io.StringIO()
     second = ["readout_loss"] if any(run.readout for run in result.runs) else []
-    second += known_readouts(result.runs)
+    second += [key for key in READOUTS if any(key in (run.summary or {}) for run in result.runs)]
     there = wires_among(run.quantized for run in result.runs)
     own = [name for wire in there if WIRES[wire].needs for name in _columns(wire)]
     fields = [*_FIELDS, *own, *second]
@@ -77,12 +77,6 @@ def results_csv(result: StudyResult) -> str:
 
 def _columns(wire: Wire) -> list[str]:
     return [*(f"bytes_{wire}_{hop}" for hop in _HOPS), f"quantized_{wire}"]
-
-
-def known_readouts(runs: Iterable[Run]) -> tuple[str, ...]:
-    """Return those of READOUTS that any of the runs has."""
-    summaries = [run.summary or {} for run in runs]
-    return tuple(key for key in READOUTS if any(key in summary for summary in summaries))
 
 
 def _csv_row(arm: ArmResult, seed: int, run: Run) -> dict[str, Any]:

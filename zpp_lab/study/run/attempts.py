@@ -79,11 +79,6 @@ def given_up(folder: Path, retries: int) -> str | None:
     return None
 
 
-def ran_out_of_memory(folder: Path) -> bool:
-    failed = attempts(folder)
-    return bool(failed) and failed[-1].get("outcome") == "out_of_memory"
-
-
 @dataclass(frozen=True)
 class StudyOutcome:
     """How a study's call ended; all name runs as "arm seed n".

@@ -218,9 +218,10 @@ def _words(own: Mapping[str, Any], need: Needs, config: Config) -> list[str]:
             "hydra.launcher.gpus_per_task, and nodes, tasks, GPUs or memory in "
             "additional_parameters are ignored: leave them out, they follow from the run"
         )
-    gpus = _in_gres(own.get("gres"))
-    if gpus is not None:
+    # GPUs in a request such as gpu:h100:4
+    if found := re.findall(r"(?:^|,)gpu(?::[\w-]+)?(?::(\d+))?(?=,|$)", own.get("gres") or ""):
         taken.add("gpus_per_node")
+        gpus = sum(int(count or 1) for count in found)
         _check("gres", own["gres"], gpus, need.gpus_per_node, config)
     for name, value in asdict(need).items():
         given = own.get(name)
@@ -249,12 +250,6 @@ def _in_blocks(given: object) -> list[str]:
             "node after the other: leave it out, or let it begin with block"
         )
     return []
-
-
-def _in_gres(gres: str | None) -> int | None:
-    """GPUs in a request such as gpu:h100:4; None where it names none."""
-    found = re.findall(r"(?:^|,)gpu(?::[\w-]+)?(?::(\d+))?(?=,|$)", gres or "")
-    return sum(int(count or 1) for count in found) if found else None
 
 
 def _check(name: str, given: object, number: int, wanted: int, config: Config) -> None:

@@ -64,7 +64,11 @@ def multirun(overrides: list[str]) -> int:
     except HydraException as error:
         raise ValueError(explain(error, overrides)) from None
     except BaseException:
-        _say_how_to_go_on(Path(_sweep_dir(overrides)))
+        # the folder's name has the time in it, so the command alone would begin another sweep
+        if Path(folder := _sweep_dir(overrides)).is_dir():
+            word = shlex.quote(f"hydra.sweep.dir={written(str(Path(folder)))}")
+            text = f"the same command with {word} resumes this sweep"
+            print(f"{text}; finished runs are not repeated", file=sys.stderr)
         raise
     print(f"the verdicts of this sweep: zpp-lab report {_sweep_dir(overrides)}")
     return 0
@@ -229,14 +233,6 @@ def _values(override: str) -> list[str]:
         return []
     name = override.partition("=")[0]
     return [f"{name}={value}" for value in parsed.sweep_iterator(Transformer.encode)]
-
-
-def _say_how_to_go_on(folder: Path) -> None:
-    """The folder's name has the time in it, so the command alone would begin another sweep."""
-    if folder.is_dir():
-        word = shlex.quote(f"hydra.sweep.dir={written(str(folder))}")
-        text = f"the same command with {word} resumes this sweep"
-        print(f"{text}; finished runs are not repeated", file=sys.stderr)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from zpp_lab.config.flat import flat_config
 from zpp_lab.config.schema import Config
 from zpp_lab.runs.provenance import cores, output
 from zpp_lab.runs.reader import Run, read_run
-from zpp_lab.study.run.attempts import ran_out_of_memory
+from zpp_lab.study.run.attempts import attempts
 from zpp_lab.study.run.plan import PlannedRun
 from zpp_lab.train.launch.gpus import visible_gpus
 from zpp_lab.train.launch.mps import PROGRAM
@@ -92,7 +92,8 @@ class Memory:
         processes: in time slices NCCL's kernels would wait each other out. Under MPS they do
         not."""
         gpus = gpus_needed(run.config)
-        if ran_out_of_memory(run.dir) or (gpus > 1 and PROGRAM not in os.environ):
+        last = (attempts(run.dir) or [{}])[-1].get("outcome")
+        if last == "out_of_memory" or (gpus > 1 and PROGRAM not in os.environ):
             return Need(gpus)
         if self._per_gpu:
             return Need(gpus, 1 / self._per_gpu)

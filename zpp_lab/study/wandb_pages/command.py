@@ -4,6 +4,7 @@ only file that knows wandb-workspaces.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 from zpp_lab.config.compose import load_study
 from zpp_lab.config.parser import check_own
 from zpp_lab.config.study import StudyConfig
-from zpp_lab.files import STUDY_FILE, nearest
+from zpp_lab.files import STUDY_FILE, nearest, write_atomic
 from zpp_lab.runs.reader import read_study
 from zpp_lab.runs.wandb.mode import find_key, resolve
 from zpp_lab.study.wandb_pages.publish import study_project, tracking_of
-from zpp_lab.study.wandb_pages.spec import FILE, Panel, Spec, make_spec, read_spec, write_spec
+from zpp_lab.study.wandb_pages.spec import FILE, Panel, Spec, make_spec, read_spec
 
 _FIELDS = {"group": "Group", "job_type": "JobType"}  # wandb's names of what runs are grouped by
 _RUN_KEYS = {"job_type": "jobType"}
@@ -189,7 +190,7 @@ def dashboard(
         verdicts=verdicts,
         chosen=found,
     )
-    write_spec(out, spec)
+    write_atomic(out, json.dumps(spec, indent=1, ensure_ascii=False) + "\n")
     mode, why = resolve("auto")
     if mode == "online":
         return apply_file(out)

@@ -6,7 +6,6 @@ by hand, and applied later. The names of the series are those that `runs/wandb/`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from zpp_lab.config.flat import as_written
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.config.wires import WIRES, Wire, wires_among
-from zpp_lab.files import parse_json, write_atomic
+from zpp_lab.files import parse_json
 from zpp_lab.study.report.style import study_looks
 
 FORMAT = 2
@@ -46,7 +45,8 @@ def make_spec(
     verdicts: the verdict table in Markdown as of now; "" before anything has run. chosen: the arms
     that the report tells apart, where there are many; () before anything has run.
     """
-    gaps, wires = gap_names(study), wires_of(study)
+    bases = [study.baseline, *(arm.against for arm in study.arms if arm.against)]
+    gaps, wires = [f"gap_vs_{name}" for name in dict.fromkeys(bases)], wires_of(study)
     colors = {arm: look.color for arm, look in study_looks(study, chosen).items()}
     rule = (
         f"Baseline {study.baseline}; margin ±{study.margin_text}; "
@@ -85,22 +85,12 @@ def make_spec(
     }
 
 
-def gap_names(study: StudyConfig) -> list[str]:
-    """Return the series of the loss gap, one for each baseline that arms are paired with."""
-    bases = [study.baseline, *(arm.against for arm in study.arms if arm.against)]
-    return [f"gap_vs_{name}" for name in dict.fromkeys(bases)]
-
-
 def wires_of(study: StudyConfig) -> tuple[Wire, ...]:
     """Return all wires that some arm has by its settings, or its recipe's file."""
     lines = [*study.overrides, *(o for arm in study.arms for o in arm.overrides)]
     files = [as_written(o.removeprefix("recipe=")) for o in lines if o.startswith("recipe=")]
     settings = {f"{key}={value}" for file in files for key, value in file.items()} | {*lines}
     return tuple(w for w, s in WIRES.items() if not s.needs or settings & {*s.brought_by})
-
-
-def write_spec(path: Path, spec: Spec) -> None:
-    write_atomic(path, json.dumps(spec, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_spec(path: Path) -> Spec:

@@ -381,7 +381,9 @@ class _Rank:
 
     def compute(self) -> list[Item]:
         acts, shards = self.acts, [p.shard_numel for u in self.plan.units for p in _trained(u)]
-        norm = max(square_bytes(shards, self.kernels), self._updating(shards))
+        ours = not self.kernels and self.config.train.optimizer_state != "fp32"
+        updating = SCRATCH * min(BATCH, sum(shards)) if ours else 0  # AdamW in plain torch
+        norm = max(square_bytes(shards, self.kernels), updating)
         if self.config.engine.offload:
             norm = 0
         return [
@@ -414,12 +416,6 @@ class _Rank:
         evaluated: dict[Moment, int] = {"eval": self.heldout.passing, "eval loss": self.heldout.row}
         late = self.unit.unit.blocks * acts.between + acts.recomputed
         return found | sent | evaluated | {"late": late}
-
-    def _updating(self, shards: list[int]) -> int:
-        """Count what our own AdamW needs in plain torch; fused kernels need nothing."""
-        if self.kernels or self.config.train.optimizer_state == "fp32":
-            return 0
-        return SCRATCH * min(BATCH, sum(shards))
 
     def constants(self) -> list[Item]:
         return [

@@ -64,7 +64,8 @@ def study_curves(result: StudyResult, detailed: Collection[str] | None = None) -
     detailed: the arms whose telemetry has steps; the others' is one mean row each (step 0), for
     tables. None: all. At most two arms' runs are in memory at a time.
     """
-    points = points_each(len(result.arms))
+    # of one curve, so that a page with many arms stays small
+    points = max(_FEWEST, min(POINTS, _ROWS // max(1, len(result.arms))))
     detailed = {arm.name for arm in result.arms} if detailed is None else detailed
     loss: list[Row] = []
     gap: list[Row] = []
@@ -109,11 +110,6 @@ def gaps_by_step(
         for seed in sorted(curves.keys() & base.keys())
         for theirs in [base[seed].of(series)]
     ]
-
-
-def points_each(arms: int) -> int:
-    """Return points of one curve, so that a page with many arms stays small."""
-    return max(_FEWEST, min(POINTS, _ROWS // max(1, arms)))
 
 
 def _mean(own: RunCurves, seed: int, repeats: Sequence[ArmResult]) -> RunCurves:

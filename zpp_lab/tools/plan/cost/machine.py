@@ -92,12 +92,6 @@ class Host:
         """Return the seconds once a step, of a model of so many blocks, without the norm."""
         return self.step_s + blocks * (self.block_rest_s or 0.0)
 
-    def as_before(self, blocks: int) -> Host:
-        """Leave out the last two, as a calibration with models of one and of so many blocks gave
-        the same times before: all that is left of such a step is once a step."""
-        step = self.once_s(blocks)
-        return replace(self, step_s=step, block_again_s=None, block_rest_s=None)
-
     @property
     def lacks(self) -> list[str]:
         """Figures that a calibration measures and this file does not have."""

@@ -136,11 +136,6 @@ def label(candidate: Candidate) -> str:
     return ", ".join(parts)
 
 
-def train_command(given: Sequence[str], config: Config, timed: Timed) -> str:
-    """Return what to type for a plan, quoted for a shell."""
-    return "zpp-lab train " + shlex.join(plan_overrides(given, config, timed.option.candidate))
-
-
 def show(answer: Answer, given: Sequence[str], config: Config, console: Console) -> None:
     """Print the table, the chosen plan as a command, and what was not considered.
 
@@ -161,7 +156,8 @@ def show(answer: Answer, given: Sequence[str], config: Config, console: Console)
         f"{problem.machine.name}:",
         highlight=False,
     )
-    console.print(train_command(given, config, chosen), soft_wrap=True, highlight=False)
+    words = shlex.join(plan_overrides(given, config, chosen.option.candidate))
+    console.print(f"zpp-lab train {words}", soft_wrap=True, highlight=False)
     for line in notes(answer):
         console.print(line, style="dim", highlight=False)
 
