@@ -21,12 +21,7 @@ from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.codecs.layout import Parameter
 from zpp_lab.config.codec import CodecConfig, ExemptConfig
 from zpp_lab.config.model import OUTER, LoraConfig
-from zpp_lab.config.schema import (
-    ClusterConfig,
-    Config,
-    RecipeConfig,
-    RuleConfig,
-)
+from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig, RuleConfig
 from zpp_lab.config.wires import (
     BACKWARD,
     FORWARD,

@@ -32,14 +32,7 @@ from zpp_lab.collectives.recipe import DTYPES
 from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import BACKWARD, FORWARD, ROLLOUT, UPDATE, WIRES, Wire
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
-from zpp_lab.engines.frozen import (
-    Marks,
-    check_marks,
-    decode_shards,
-    encode_shards,
-    mark,
-    mark_all,
-)
+from zpp_lab.engines.frozen import Marks, check_marks, decode_shards, encode_shards, mark, mark_all
 from zpp_lab.engines.fsdp.prefetch import Usage
 from zpp_lab.engines.norm import rank_squares
 from zpp_lab.engines.optim.build import (
