@@ -68,7 +68,12 @@ def test_a_made_task_is_right_where_no_digit_is_random(name: str) -> None:
         (["experiment=rl_addition", "rl.prompts=31"], "rl.prompts"),
         (["experiment=rl_addition", "model.z_loss=0.1"], "model.z_loss"),
         (["experiment=rl_addition", "engine=deepspeed"], "engine"),
+        (
+            ["experiment=rl_addition", "model=hf", "model.path=x", "rl.temperature=0.5"],
+            "rl.temperature",
+        ),
         (["experiment=rl_addition", "engine=fsdp", "rl.timeout=300"], "rl.timeout"),
+        (["experiment=rl_addition", "rl.kl=0.1", "run.start_from=x"], "rl.kl"),
         (["data.wrong=0.5"], "data.wrong"),
     ],
 )

@@ -249,6 +249,8 @@ def _show_settings(config: Config, args: argparse.Namespace) -> None:
 def _result(summary: dict[str, Any]) -> str:
     """What a finished run has come to, in a few words."""
     loss = f"held-out loss {summary['heldout_loss']:.4f}"
+    if "heldout_success" in summary:
+        loss = f"held-out success {summary['heldout_success']:.1%}"
     if "perplexity" in summary:  # runs of older versions have none
         loss += f", perplexity {summary['perplexity']:.4g},"
     return f"{loss} after {summary['steps']} step{'' if summary['steps'] == 1 else 's'}"

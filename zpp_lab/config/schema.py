@@ -311,6 +311,16 @@ class Config:
             self.engine.name != "deepspeed", "task=rl: engine=deepspeed cannot generate; use fsdp"
         )
         _need(
+            not (rl.kl and self.run.start_from),
+            f"rl.kl={rl.kl:g} refers to the weights of model.start: set that in place of "
+            "run.start_from",
+        )
+        _need(
+            rl.temperature == 1 or self.model.name == "llama",
+            f"rl.temperature={rl.temperature:g}: model={self.model.name} has losses at "
+            "1 alone; leave it out",
+        )
+        _need(
             not self.model.z_loss,
             f"model.z_loss={self.model.z_loss:g}: task=rl has no cross-entropy; leave it out",
         )

@@ -1,0 +1,42 @@
+"""Studies of rewards: a margin in points, and pages that speak of failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.train.rl.test_runs import SMALL
+from zpp_lab.config.compose import compose
+from zpp_lab.config.study import ArmConfig, StudyConfig
+from zpp_lab.study.judge.verdict import read_result
+from zpp_lab.study.report.report import build_report
+from zpp_lab.train.trainer import run
+
+
+def test_a_study_of_rewards_is_judged_in_points(tmp_path: Path) -> None:
+    arms = {"raw": "recipe.name=raw", "r4": "recipe.weights_rollout.bits=4"}
+    study = StudyConfig(
+        name="tiny",
+        question="?",
+        baseline="raw",
+        seeds=[1, 2],
+        points=5,
+        arms=[
+            ArmConfig("raw", ["recipe=base"], role="baseline"),
+            ArmConfig("r4", ["recipe=base", "recipe.weights_rollout.bits=4"]),
+        ],
+    )
+    for arm, override in arms.items():
+        for seed in study.seeds:
+            place = [f"run.dir={tmp_path / arm / f'seed{seed}'}", f"data.cache_dir={tmp_path}/data"]
+            whose = [f"run.arm={arm}", "run.study=tiny", f"seed={seed}", "recipe=base"]
+            more = ["rl.rewards=[format]", f"recipe.name={arm}", override, "train.steps=2"]
+            run(compose([*SMALL, *place, *whose, *more]))
+    result = read_result(tmp_path, study)
+    assert result.margin == 0.05
+    gaps = {arm.name: len(arm.gaps) for arm in result.arms}
+    assert gaps["r4"] == 2
+    report = build_report(tmp_path, study)
+    text = report.markdown.read_text()
+    assert "5 points of success" in text
+    assert "nats" not in text
+    assert "failures" in text
