@@ -87,7 +87,14 @@ def test_every_study_can_be_rehearsed(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "longest"), [("tokens_tiny", 128), ("token_curve", 64), ("scale", 8), ("nudged", 8)]
+    ("name", "longest"),
+    [
+        *(("tokens_tiny", 128), ("nudged", 8)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("token_curve", 64), ("scale", 8))
+        ),
+    ],
 )
 def test_arms_with_steps_of_their_own_are_rehearsed_in_proportion(
     name: str, longest: int, tmp_path: Path
