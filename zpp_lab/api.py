@@ -19,7 +19,8 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -100,6 +101,15 @@ class Sharded:
     def step(self) -> None:
         """Tell the loop that an optimizer outside of torch has updated the weights."""
         self.loop.updated()
+
+    @contextmanager
+    def rollout(self) -> Iterator[nn.Module]:
+        """Hold the model's weights whole, as `recipe.weights_rollout` sends them (by default
+        uncompressed), without gradients: for `model.generate` and other forwards. Every rank enters
+        it; the weights may not change meanwhile. Ranks may run unequally many forwards: those that
+        call the `generate` of transformers unequally often pass it synced_gpus=False."""
+        with self.loop.rollout():
+            yield self.model
 
     def reset_bytes(self) -> None:
         for unit in self.wrapped.installed:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stderr
+from io import StringIO
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from tests.engines.fsdp_parity import BF16, DIFFERENCES, KEPT, Q4, Q8, STOCHASTIC, kept
+from zpp_lab.api import shard
 from zpp_lab.collectives.transport import ProcessGroups
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, Config
+from zpp_lab.config.wires import ROLLOUT
 from zpp_lab.engines.build import build_plan
+from zpp_lab.engines.fsdp.comm import managed
 from zpp_lab.engines.fsdp.engine import FsdpEngine
+from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.models import build_model
 from zpp_lab.models.generate import generate
@@ -148,3 +156,92 @@ def same(one: list[dict[int, list[Tensor]]], other: list[dict[int, list[Tensor]]
         for rank in mine
         for a, b in zip(mine[rank], theirs[rank], strict=True)
     )
+
+
+# ---------------------------------------------------------------------- users' loops
+
+USERS = {
+    "zero3": {},
+    "ordered": {"order": "reversed"},
+    "zeropp": {"secondary": True, "hops": 2, "weights": Q8, "weights_rollout": S4},
+    "differences": {**DIFFERENCES, "weights_update": S4, "weights_rollout": Q8},
+}
+
+
+def user_model(seed: int = 0) -> Any:
+    """A Llama of transformers, whose own `generate` serves."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        eos_token_id=END,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config)
+
+
+def generated(model: Any, rank: int) -> list[list[int]]:
+    own = prompts(rank, 0)["prompts"]
+    made = model.generate(own, max_new_tokens=4 + rank, do_sample=False, synced_gpus=False)
+    found: list[list[int]] = made.tolist()
+    return found
+
+
+def user_loop(name: str, rolls: bool) -> dict[str, Any]:
+    """What a loop finds that generates between steps: unequally often by rank."""
+    model, rank = user_model(), dist.get_rank()
+    sharded = shard(model, {"name": name, **USERS[name]}, "2x2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    found: dict[str, Any] = {"losses": [], "as whole": [], "bytes": [], "planned": []}
+    for _ in range(2):
+        if rolls:
+            whole = {n: p.full_tensor() for n, p in model.state_dict().items()}
+            sharded.reset_bytes()
+            with sharded.rollout() as policy, torch.inference_mode(rank == 1):
+                tokens = [generated(policy, rank) for _ in range(rank + 1)]
+                same = [p.equal(whole[n]) for n, p in policy.named_parameters()]
+            twin = user_model()
+            twin.load_state_dict(whole)
+            found["as whole"].append([tokens[-1] == generated(twin, rank), all(same)])
+            found["bytes"].append(sharded.bytes.get(ROLLOUT))
+            planned = sharded.plan.rollout_bytes(None).get(ROLLOUT)
+            found["planned"].append(planned and [n // 4 for n in planned])
+        tokens = batch(rank, 0)[0]
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found["losses"].append(loss.item())
+    if rolls:
+        try:
+            with sharded.rollout():
+                step_within(model)
+        except RuntimeError as error:
+            found["stale"] = str(error)
+    return found
+
+
+@torch.no_grad()
+def step_within(model: Any) -> None:
+    """Change one element of the masters, on one rank."""
+    if dist.get_rank() == 3:
+        module = next(m for m in model.modules() if isinstance(m, FSDPModule))
+        local(managed(module)[0].sharded_param)[0] += 1.0
+
+
+def user_loops() -> dict[str, Any]:
+    transport = ProcessGroups(ClusterConfig(2, 2), Watchdog(100.0))
+    with patch("zpp_lab.api.connect", lambda *_: transport), redirect_stderr(StringIO()):
+        found = {}
+        for name in USERS:
+            every: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(every, [user_loop(name, True), user_loop(name, False)])
+            found[name] = every
+    return found

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.models import hf_cases
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model
 from zpp_lab.models.generate import Completions, generate
@@ -86,14 +87,35 @@ def test_temperature_zero_takes_the_largest() -> None:
     assert found.item() == pytest.approx(logits[0].log_softmax(0)[1].item())
 
 
-@pytest.mark.parametrize("settings", [{}, {"tied_head": True, "qk_norm": True}])
-def test_cached_passes_agree_with_whole_forwards(settings: dict[str, Any]) -> None:
-    model, batch = model_of(**settings), rows(list(range(8)))
+OWN: dict[str, dict[str, Any]] = {"own": {}, "tied": {"tied_head": True, "qk_norm": True}}
+FAMILIES = ("llama", "gpt_neox", "opt", "qwen3", "gpt2")  # of transformers
+
+
+def hf_model(kind: str, **options: Any) -> Any:
+    """One whose logits differ enough from each other."""
+    model = build_model(hf_cases.settings(kind, options), VOCAB, seed=1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3.0) if p.dim() > 1 else None
+    return model
+
+
+@pytest.mark.parametrize("kind", [*OWN, *FAMILIES])
+def test_cached_passes_agree_with_whole_forwards(kind: str) -> None:
+    model = model_of(**OWN[kind]) if kind in OWN else hf_model(kind)
+    batch = rows(list(range(8)))
     found = run(model, batch)
     assert (found.logprobs != 0).equal(found.mask)
     torch.testing.assert_close(
         found.logprobs[found.mask], whole(model, found, batch)[found.mask], atol=1e-5, rtol=1e-5
     )
+
+
+def test_a_window_that_would_count_padding_is_refused() -> None:
+    narrow = {"sliding_window": 12, "use_sliding_window": True, "max_window_layers": 0}
+    for options in (narrow, {"max_position_embeddings": 12}):
+        with pytest.raises(ValueError, match="17 tokens"):
+            run(hf_model("qwen2", **options), rows([0]))
 
 
 def test_rows_do_not_depend_on_order_or_padding() -> None:

@@ -8,6 +8,7 @@ the bit, as products of few rows add in another order than those of many.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -135,3 +136,44 @@ def _check(lengths: Tensor, width: int, max_new: int, temperature: float) -> Non
             f"max_new={max_new}, temperature={temperature}: use max_new=1 or more and a "
             "temperature of 0 or more"
         )
+
+
+def check_cached(settings: Any, slots: int, longest: int) -> None:
+    """ValueError where rows of `slots` tokens are too long for the model's positions, or where a
+    window of attention would count the padding between a prompt and its completion."""
+    window = getattr(settings.get_text_config(), "sliding_window", None)
+    window = window if getattr(settings.get_text_config(), "use_sliding_window", True) else None
+    for most, what in ((longest, "positions"), (window, "tokens of its attention's window")):
+        if most and slots > most:
+            raise ValueError(
+                f"a prompt and its completion of {slots} tokens are longer than the {most} {what} "
+                f"of {settings.model_type}: use shorter prompts, or fewer new tokens"
+            )
+
+
+def cached_logits(model: Any, forward: Callable[..., Any], tokens: Tensor, cache: Cache) -> Tensor:
+    """Run a pass with the model's own cache, in which a row's completion lies behind its prompt's
+    padding; returns logits [batch, vocab]. ValueError for a model without such a cache."""
+    if "position_ids" not in inspect.signature(forward).parameters:
+        raise ValueError(
+            f"{type(model).__name__} takes no positions of tokens, which generation from padded "
+            "prompts needs: use another model, such as Llama or GPT-2"
+        )
+    head = model.get_output_embeddings()
+    whole = head.forward
+    head.forward = lambda x: whole(cache.wanted(x))  # logits of prompts would take gigabytes
+    try:
+        found = forward(
+            input_ids=tokens,
+            attention_mask=cache.seen.long() if cache.seen is not None else None,
+            position_ids=cache.positions,
+            past_key_values=cache.past,
+            use_cache=True,
+        )
+    finally:
+        del head.forward
+    cache.past = found.past_key_values
+    if not hasattr(cache.past, "get_seq_length") or not int(cache.past.get_seq_length()):
+        raise ValueError(f"{type(model).__name__} has no key-value cache: use another model")
+    logits: Tensor = found.logits[:, -1]
+    return logits

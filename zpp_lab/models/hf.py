@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from zpp_lab import files
 from zpp_lab.config.model import DOWNLOAD, ModelConfig, check_model_path
 from zpp_lab.files import missing, package
+from zpp_lab.models.generate import Cache, cached_logits, check_cached
 from zpp_lab.models.hf_start import RandomStart, SavedStart
 from zpp_lab.models.loss import chunked_losses, chunked_scores, mean_of, times
 from zpp_lab.models.start import RunStart, Start
@@ -313,10 +314,15 @@ def _adapted(
             targets: Tensor | None = None,
             share: Tensor | None = None,
             each: bool = False,
+            cache: Cache | None = None,
         ) -> Tensor:
             """Return the mean cross-entropy in nats (fp32 scalar), see `mean_of` for `share`, or
             without targets logits [batch, length, vocab]. Tokens and targets: int64 [batch,
-            length]. `each`, in chunks: every target's own scores, fp32 [2, batch · length]."""
+            length]. `each`, in chunks: every target's own scores, fp32 [2, batch · length].
+            `cache`, for generation: logits [batch, vocab] of the places that it wants."""
+            if cache is not None:
+                check_cached(settings, cache.slots, longest)
+                return cached_logits(self, super().forward, tokens, cache)
             if longest and tokens.shape[1] > longest:
                 raise ValueError(f"data.seq_len={tokens.shape[1]}: use at most {longest}")
             if targets is None or not chunk:

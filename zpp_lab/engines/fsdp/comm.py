@@ -25,7 +25,8 @@ factor, and after a forced SUM it divides by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -278,9 +279,23 @@ def param_groups(module: nn.Module) -> list[Any]:
     return [g for g in groups or [state._fsdp_param_group] if g]
 
 
-def begin(root: nn.Module) -> None:
-    """Let FSDP2 make its streams, which it does at the first forward, and unshards need."""
-    fully_shard.state(root)._lazy_init()  # type: ignore[attr-defined]
+@contextmanager
+def held(modules: Sequence[FSDPModule]) -> Iterator[None]:
+    """Unshard modules, of which the last is the root, and keep their weights whole until the end,
+    across methods too that users registered as forwards: FSDP2 reshards after one that calls the
+    module's own forward. `set_reshard_after_forward` must have said what follows."""
+    states = [fully_shard.state(module) for module in modules]  # type: ignore[attr-defined]
+    states[-1]._lazy_init()  # makes streams, as the first forward does, which unshards need
+    methods = [(state._pre_forward, state._post_forward) for state in states]
+    try:
+        for module, state in zip(modules, states, strict=True):
+            module.unshard()
+            state._pre_forward = lambda own, args, kwargs: (args, kwargs)
+            state._post_forward = lambda own, args, output: output
+        yield
+    finally:
+        for state, (begun, ended) in zip(states, methods, strict=True):
+            state._pre_forward, state._post_forward = begun, ended
 
 
 def retrain(module: nn.Module, reduce: LandedReduce) -> None:

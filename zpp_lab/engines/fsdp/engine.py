@@ -34,7 +34,7 @@ from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp.graph import StepGraph, obstacle
 from zpp_lab.engines.fsdp.kept import Kept
 from zpp_lab.engines.fsdp.prefetch import InVain, Laps, Prefetch, Usage
-from zpp_lab.engines.fsdp.rollout import all_agree, rolled_bytes, rolling
+from zpp_lab.engines.fsdp.rollout import all_agree, rolled_bytes, rolling, rollout_traffic
 from zpp_lab.engines.fsdp.sent import Sent
 from zpp_lab.engines.fsdp.state import EngineState
 from zpp_lab.engines.fsdp.watch import RankWatch, merged_telemetry, refuse
@@ -322,7 +322,7 @@ class FsdpEngine(Engine):
         self._alone()
         self.enter(step)
         self._start(step)
-        marked = self._mark()
+        marked, before = self._mark(), rollout_traffic(self.wrapped)
         self.clock.step, self.clock.master = step, not wire
         agree = all_agree(self.transport, self.device)
         policy = Policy(self.model, [self.rank], agree, partial(self._rolled_on, whole))
@@ -339,7 +339,8 @@ class FsdpEngine(Engine):
             policy.open, self.clock.master = False, False
             self.model.train()
         self.agreed(lambda: check_mark(marked, self._mark()))
-        sent = rolled_bytes(self.wrapped, None if whole else policy.passes) if wire else {}
+        passes = None if whole else policy.passes
+        sent = rolled_bytes(self.wrapped, passes, before) if wire else {}
         if counted:
             add_bytes(self.rolled, sent)
 

@@ -20,7 +20,8 @@ from __future__ import annotations
 import hashlib
 import sys
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -42,9 +43,11 @@ from zpp_lab.engines.fsdp.comm import in_backward, managed, parameter_order, ret
 from zpp_lab.engines.fsdp.gradients import on_forward
 from zpp_lab.engines.fsdp.hugging_face import refuse
 from zpp_lab.engines.fsdp.kept import Kept, on_ranks
+from zpp_lab.engines.fsdp.rollout import rolled_bytes, rolling, rollout_traffic
 from zpp_lab.engines.fsdp.wrap import Wrapped
 from zpp_lab.engines.norm import squares
 from zpp_lab.engines.optim.shards import local
+from zpp_lab.engines.rollout import STALE
 from zpp_lab.engines.units import check_dtypes
 
 
@@ -123,8 +126,8 @@ class Loop:
 
     @torch.compiler.disable
     def _before(self, module: nn.Module, *_: Any) -> None:
-        if in_backward():
-            return  # activation checkpointing computes a forward again
+        if in_backward() or self.wrapped.clock.rolling:
+            return  # activation checkpointing computes a forward again; a rollout has all weights
         if not self.entered:
             refuse()
         if torch.is_inference_mode_enabled() and module not in self.entered:
@@ -140,7 +143,7 @@ class Loop:
 
     @torch.compiler.disable
     def _after(self, module: nn.Module, *_: Any) -> None:
-        if in_backward() or module not in (self.outer, self.model):
+        if in_backward() or self.wrapped.clock.rolling or module not in (self.outer, self.model):
             return
         self.outer, self.arrived = None, False
         self.wrapped.fallbacks.check(allowed=False)
@@ -152,9 +155,29 @@ class Loop:
     def _outside(self) -> None:
         """Look at the masters where a gather comes outside of any forward: by `model.unshard()`,
         after which a forward of either kind may follow."""
-        if self.outer is None:
+        if self.outer is None and not self.wrapped.clock.rolling:
             self._arrive(False)
             self.wrapped.clock.grad = True
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """Hold the weights whole, as the wire of rollouts brings them. RuntimeError on all ranks
+        where the masters change meanwhile."""
+        wrapped = self.wrapped
+        self.arrived = False
+        self._arrive(False)
+        marked, before = self._marks(), rollout_traffic(wrapped)
+        master = wrapped.clock.master  # averaged weights that were swapped in travel uncompressed
+        try:
+            with torch.no_grad(), rolling(wrapped, whole=True, wire=True):
+                yield
+        finally:
+            self.arrived = wrapped.clock.master = False
+        if any(self._every(int(self._marks() != marked))):
+            raise RuntimeError(STALE)
+        wrapped.fallbacks.check(allowed=False)
+        if not master:
+            rolled_bytes(wrapped, None, before)
 
     def _arrive(self, grad: bool) -> None:
         """Prepare the first gather of a forward; `grad`: with gradients."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import nn
 
 from zpp_lab.collectives.ledger import LedgerError
 from zpp_lab.collectives.plan import Bytes
-from zpp_lab.collectives.traffic import NOTHING
+from zpp_lab.collectives.traffic import NOTHING, Traffic
 from zpp_lab.collectives.transport import Transport, all_gather
 from zpp_lab.config.wires import ROLLOUT
-from zpp_lab.engines.fsdp.comm import begin
+from zpp_lab.engines.fsdp.comm import held
 from zpp_lab.engines.fsdp.wrap import Wrapped
 from zpp_lab.engines.units import ROOT
 
@@ -26,14 +25,12 @@ def rolling(wrapped: Wrapped, whole: bool, wire: bool) -> Iterator[None]:
     clock, again = wrapped.clock, wrapped.plan.recipe.config.again
     wrapped.reshard()
     clock.grad, clock.rolling, clock.observer = False, wire, None
+    modules = list(wrapped.by_name.values())
     try:
-        if whole:
-            assert isinstance(wrapped.model, nn.Module)
-            begin(wrapped.model)
-            for module in wrapped.by_name.values():
-                module.unshard()
-                module.set_reshard_after_forward(False, recurse=False)
-        yield
+        for module in modules if whole else ():
+            module.set_reshard_after_forward(False, recurse=False)
+        with held(modules) if whole else nullcontext():
+            yield
     finally:
         for name, module in wrapped.by_name.items():
             module.set_reshard_after_forward(again and name != ROOT, recurse=False)
@@ -41,15 +38,18 @@ def rolling(wrapped: Wrapped, whole: bool, wire: bool) -> Iterator[None]:
         clock.rolling = False
 
 
-def rolled_bytes(wrapped: Wrapped, passes: int | None) -> Bytes:
-    """Return what all ranks sent for a rollout (`Plan.rollout_bytes`), and count anew. LedgerError
-    where a unit sent something else than planned."""
+def rollout_traffic(wrapped: Wrapped) -> Traffic:
+    """Return what this rank has sent for rollouts since its ledgers began anew."""
+    return sum((u.ledger.step.get(ROLLOUT, NOTHING) for u in wrapped.installed), NOTHING)
+
+
+def rolled_bytes(wrapped: Wrapped, passes: int | None, before: Traffic) -> Bytes:
+    """Return what all ranks sent for a rollout (`Plan.rollout_bytes`). before: `rollout_traffic`
+    when it began. LedgerError where something else was sent than planned."""
     planned = wrapped.plan.rollout_bytes(passes)
     if not wrapped.installed:
         return planned  # an untouched FSDP2's transfers are out of sight
-    world, total = wrapped.plan.recipe.cluster.world, NOTHING
-    for unit in wrapped.installed:
-        total += unit.ledger.step.pop(ROLLOUT, NOTHING) * world
+    total = (rollout_traffic(wrapped) + before * -1) * wrapped.plan.recipe.cluster.world
     if total != planned.get(ROLLOUT, NOTHING):
         raise LedgerError(
             f"{ROLLOUT}: sent {total}, planned {planned.get(ROLLOUT, NOTHING)} bytes in this "
