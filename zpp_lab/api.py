@@ -19,11 +19,15 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+<<<<<<< HEAD
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+=======
+from collections.abc import Callable, Mapping, Sequence
+>>>>>>> 3c17d0e7 (Sharded.graphed: a user's forward and backward from a CUDA graph)
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -42,6 +46,7 @@ from zpp_lab.config.codec import Dtype
 from zpp_lab.config.compose import compose
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig
+from zpp_lab.engines.fsdp.graphed import Graphed
 from zpp_lab.engines.fsdp.hugging_face import mark
 from zpp_lab.engines.fsdp.loop import Loop
 from zpp_lab.engines.fsdp.mesh import Ranks
@@ -50,6 +55,8 @@ from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.units import Block, cut_units
 from zpp_lab.files import amount, missing, percents, read_yaml
 from zpp_lab.train.launch.place import enter, placed, prepare_graphs
+
+T = TypeVar("T")
 
 
 def recipe(name: str, *overrides: str) -> RecipeConfig:
@@ -84,6 +91,7 @@ class Sharded:
     watchdog: Watchdog
     loop: Loop
     whole: bool  # whether it is cut over all ranks
+    transport: Transport
 
     def __repr__(self) -> str:
         recipe, units = self.plan.recipe, len(self.plan.units)
@@ -97,6 +105,25 @@ class Sharded:
         for unit in self.wrapped.installed:
             add_bytes(total, unit.ledger.step)
         return total
+
+    def graphed(self, function: Callable[[Any], T]) -> Graphed[T]:
+        """Return a callable that replays `function` from one CUDA graph, with all transfers, once
+        two calls were equal; with the same bits.
+
+        function: forward and backward of all micro-steps of a step, of one batch: tensors of equal
+            shapes in each call, in lists and dicts as you like. It returns tensors, such as the
+            loss; the callable returns copies of them, detached.
+
+        Call it before the model first runs, and optimizer.zero_grad(set_to_none=True) before each
+        step. Clipping and the optimizer's step come after the call, as usual. A forward outside of
+        it gives the graph's memory back, and the next step captures again. `drop()` comes before
+        torch.distributed ends. Where steps cannot be captured, as the model waits for the GPU, they
+        stay eager, and one line says why.
+
+        ValueError on a CPU, in a mesh with other dimensions, where gradients are there before a
+        call, where a rank's batch has another shape, and where the function changes weights.
+        """
+        return Graphed(function, self.loop, self.transport)
 
     def step(self) -> None:
         """Tell the loop that an optimizer outside of torch has updated the weights."""
@@ -204,7 +231,7 @@ def shard(
     )
     mark(model, picked.cluster.world)
     loop = Loop(model, wrapped, device, group)
-    return Sharded(model, plan, wrapped, watchdog, loop, picked.whole)
+    return Sharded(model, plan, wrapped, watchdog, loop, picked.whole, ranks)
 
 
 def _recipe(given: RecipeConfig | Mapping[str, Any] | Path | str) -> RecipeConfig:

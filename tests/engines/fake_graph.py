@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from hashlib import sha256
 from typing import Any
 from unittest.mock import patch
 
@@ -49,6 +50,10 @@ class FakeGraph:
         for unit in self.wrapped.installed:
             unit.ledger.step, unit.present.taken = {}, []
         self.wrapped.memories.new, self.wrapped.memories.written = {}, set()
+        for reduce in self.wrapped.reduces:
+            if reduce.present.tell is not None:  # of a user's loop
+                loop: Any = reduce.present.tell.__self__  # type: ignore[attr-defined]
+                loop.taken, loop.digest, loop.reduced = [], sha256(), []
 
 
 def parameters(wrapped: Wrapped) -> list[Any]:
@@ -110,7 +115,9 @@ def faked() -> Iterator[FakeCuda]:
     with ExitStack() as stack:
         for name, own in names.items():
             stack.enter_context(patch.object(torch.cuda, name, own))
-        stack.enter_context(patch("zpp_lab.engines.fsdp.engine.obstacle", lambda *_: ""))
+        for user in ("engine", "graphed"):
+            name = f"zpp_lab.engines.fsdp.{user}.obstacle"
+            stack.enter_context(patch(name, lambda *_, **__: ""))
         start = fake.recorded(StepGraph.__init__)
         stack.enter_context(patch.object(StepGraph, "__init__", start))
         yield fake

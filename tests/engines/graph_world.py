@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import deterministic
 
+from tests.engines import graphed_jobs
 from tests.engines.graph_jobs import NAMES, Runs, equal, fails, made, one_rank_differs
 from zpp_lab.api import init
 from zpp_lab.collectives.peer.choose import Choice, connect
@@ -31,6 +32,7 @@ from zpp_lab.models import build_model
 MODEL = ModelConfig(dim=96, layers=2, heads=4, kv_heads=2, ffn=150)
 WORLDS: list[tuple[int, int, Choice]] = [(1, 2, "peer"), (2, 1, "groups"), (2, 1, "peer")]
 FAILS = ("alone", "forward", "backward")
+GRAPHED = ("drawn", "residual", "differences")  # of tests/engines/graphed_jobs.py
 
 
 def fits(case: str, nodes: int, local: int) -> bool:
@@ -51,7 +53,7 @@ def names() -> list[str]:
         for case in NAMES
         if fits(case, nodes, local)
     ]
-    return [*cases, *FAILS, "one rank differs"]
+    return [*cases, *FAILS, "one rank differs", *(f"graphed {name}" for name in GRAPHED)]
 
 
 def main() -> None:
@@ -79,6 +81,9 @@ def main() -> None:
             keep("one rank differs", partial(one_rank_differs, runs, config))
             for at in FAILS:
                 keep(at, partial(fails, runs, config, at))
+    for name in GRAPHED:
+        more = {"transport": "groups"}
+        keep(f"graphed {name}", partial(graphed_jobs.equal, name, "2x1", device, **more))
     dist.barrier()
     torch.cuda.synchronize()
     os._exit(0)  # groups that are torn down may abort

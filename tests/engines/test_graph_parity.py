@@ -99,9 +99,9 @@ def test_real_graphs(name: str, on_gpus: dict[str, Any]) -> None:
     assert name in on_gpus, on_gpus["output"]
     if name in graph_world.FAILS:
         assert on_gpus[name] == [["", ""], True, 0, False]
-    elif name == "one rank differs":
+    elif name == "one rank differs" or name.startswith("graphed"):
         same, replays = on_gpus[name]
-        assert same
+        assert same in (True, [True, True])
         assert replays >= 3
     else:
         assert on_gpus[name] == ""

@@ -129,12 +129,16 @@ class StepGraph:
         self.like: Any = None  # what the last eager step was like
         self.seen = 0  # eager steps like it, one after the other
         self.replays = self.misfits = 0
+        self.fix = "set engine.graph=false"  # what a user does about a failed capture
+        self.micros = 0  # micro-steps of a step; 0: one a batch
         self.since, self.lasted = 0, PAYS  # steps since an interruption, and between the last two
         self.odd = ""  # what of this rank's batch does not fit the step that was replayed
         self.used: set[Any] = set()  # keys of rings that a step uses
         if self.on and torch.cuda.current_stream() == torch.cuda.default_stream():
             # autograd remembers on which stream a gradient is added up: the one of all captures
-            torch.cuda.set_stream(torch.cuda.Stream())
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            torch.cuda.set_stream(stream)
 
     @property
     def ready(self) -> bool:
@@ -231,7 +235,7 @@ class StepGraph:
         self.drop()
         inputs = [tuple(t.to(self.device) for t in batch) for batch in batches]
         clock, world = self.wrapped.clock, self.transport.cluster.world
-        words = Words(clock.seed, self.device, len(batches) * 8 * (world + 2))
+        words = Words(clock.seed, self.device, (self.micros or len(batches)) * 8 * (world + 2))
         idle = Idle(self.wrapped, self.transport)
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         transfers = self.watchdog.graphs(self.device)
@@ -288,7 +292,7 @@ class StepGraph:
             if isinstance(failed, torch.OutOfMemoryError):
                 raise failed
             raise ValueError(
-                f"a step could not be captured in a CUDA graph ({found}): set engine.graph=false"
+                f"a step could not be captured in a CUDA graph ({found}): {self.fix}"
             ) from failed
         if failed is not None:
             failed.__traceback__ = failed.__context__ = failed.__cause__ = None  # they hold tensors
@@ -302,12 +306,11 @@ class StepGraph:
             gc.collect()
             end_capture(self.device, pool, ended)
             idle.restore()
+            torch.cuda.empty_cache()
         except RuntimeError as error:
             problem = str(error).partition("\n")[0]
         if found := self._first(problem):
-            raise ValueError(
-                f"no step runs after a failed capture ({found}): set engine.graph=false"
-            )
+            raise ValueError(f"no step runs after a failed capture ({found}): {self.fix}")
 
     def _put_back(self, captured: Step) -> None:
         for p, grad in captured.grads:

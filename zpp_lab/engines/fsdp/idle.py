@@ -89,7 +89,7 @@ def end_capture(device: torch.device, pool: Any, ended: bool) -> None:
         with suppress(RuntimeError):  # it failed after the allocator had heard of its end
             torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
-        stream = torch.cuda.current_stream(device)  # a capture that ends frees the generators
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        # generators are free once a capture has ended as it should
+        stream, mode = torch.cuda.current_stream(device), "thread_local"
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode=mode):
             torch.zeros(1, device=device)
-    torch.cuda.empty_cache()

@@ -41,6 +41,7 @@ from zpp_lab.engines.frozen import Marks, differing, mark, mark_all
 from zpp_lab.engines.fsdp.base import added, own_rows
 from zpp_lab.engines.fsdp.comm import in_backward, managed, parameter_order, retrain
 from zpp_lab.engines.fsdp.gradients import on_forward
+from zpp_lab.engines.fsdp.graph import StepGraph
 from zpp_lab.engines.fsdp.hugging_face import refuse
 from zpp_lab.engines.fsdp.kept import Kept, on_ranks
 from zpp_lab.engines.fsdp.rollout import rolled_bytes, rolling, rollout_traffic
@@ -78,6 +79,8 @@ class Loop:
         self.outer: nn.Module | None = None  # the outermost module whose forward is under way
         self.arrived = False  # whether that forward has come to its first gather
         self.entered: set[nn.Module] = set()  # modules that have run
+        self.graph: StepGraph | None = None  # of the function that the user has handed over
+        self.inside = False  # whether that is under way
         self.said: set[str] = set()
         self.modules = [m for m in wrapped.by_name.values() if isinstance(m, nn.Module)]
         names = {id(p): n for n, p in model.named_parameters()}
@@ -121,7 +124,7 @@ class Loop:
         if self.norm_at_end is None:
             self.norm_at_end = self.norm() if self.follows_updates else torch.zeros(())
         if self.kept.updates:
-            self.marked = self._marks()
+            self.marked = self.marks()
         self.arrived = False
 
     @torch.compiler.disable
@@ -137,9 +140,11 @@ class Loop:
             )
         self.entered.add(module)
         if self.outer is None or module in (self.outer, self.model):
+            if self.graph is not None and not self.inside:
+                self.graph.interrupt()
             self.outer, self.arrived = module, False
             self.wrapped.clock.grad = torch.is_grad_enabled()
-            self._arrive(self.wrapped.clock.grad)
+            self.arrive(self.wrapped.clock.grad)
 
     @torch.compiler.disable
     def _after(self, module: nn.Module, *_: Any) -> None:
@@ -155,6 +160,7 @@ class Loop:
     def _outside(self) -> None:
         """Look at the masters where a gather comes outside of any forward: by `model.unshard()`,
         after which a forward of either kind may follow."""
+<<<<<<< HEAD
         if self.outer is None and not self.wrapped.clock.rolling:
             self._arrive(False)
             self.wrapped.clock.grad = True
@@ -180,12 +186,19 @@ class Loop:
             rolled_bytes(wrapped, None, before)
 
     def _arrive(self, grad: bool) -> None:
+=======
+        if self.outer is None:
+            self.arrive(False)
+            self.wrapped.clock.grad = True
+
+    def arrive(self, grad: bool) -> None:
+>>>>>>> 3c17d0e7 (Sharded.graphed: a user's forward and backward from a CUDA graph)
         """Prepare the first gather of a forward; `grad`: with gradients."""
         if self.arrived:
             return
         self.arrived, clock = True, self.wrapped.clock
         clock.master = False
-        filled = self._look(grad)
+        filled = self.inside or self._look(grad)  # Graphed has looked, as a graph cannot
         if not filled and grad:
             raise ValueError(
                 "the state that zpp_lab's Sharded.load_state_dict was given belongs to other "
@@ -194,7 +207,7 @@ class Loop:
         clock.master = not filled
         self.wrapped.enter(clock.step)
         if grad:
-            self._begin()
+            self.begin()
 
     def _look(self, grad: bool) -> bool:
         """End a step that has ended, and bring what nodes keep up to date with the masters;
@@ -230,10 +243,10 @@ class Loop:
                 kept.start(done)
             self.there, self.awaited, self.marked = (), {}, None
         if self.marked is None and (self.follows_updates or len(self.wrapped.plans) > 1):
-            self.marked = self._marks()
+            self.marked = self.marks()
         return True
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Begin a step, or after a backward a further micro-step."""
         clock, reduces, first = self.wrapped.clock, self.wrapped.reduces, not self.begun
         if first:
@@ -276,6 +289,11 @@ class Loop:
             wrapped.train({n for reduce in wrapped.reduces for n in reduce.present.known})
             self.kept.stale = bool(self.kept.updates)
 
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph captures what runs."""
+        return self.wrapped.clock.drawn is not None
+
     # ------------------------------------------------------------------ between ranks
 
     def _reduces(self, names: Names, others: bool) -> None:
@@ -288,6 +306,8 @@ class Loop:
         """
         self.taken.append(names)
         self.digest.update(repr(names).encode())
+        if self.captured:
+            return
         if self.asked != (running := torch._C._current_graph_task_id()):
             self.asked = running
             Variable._execution_engine.queue_callback(self._compare)  # type: ignore[attr-defined]
@@ -296,7 +316,7 @@ class Loop:
 
     def _compare(self) -> None:
         """Raise ValueError on all ranks where their reductions since the step began differ."""
-        if len(set(self._every(int.from_bytes(self.digest.digest()[:8], signed=True)))) == 1:
+        if len(set(self.every(int.from_bytes(self.digest.digest()[:8], signed=True)))) == 1:
             return
         every: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(every, self.taken, group=self.group)
@@ -310,7 +330,7 @@ class Loop:
             "model.set_reduce_scatter_unused_params(True) of torch 2.13"
         )
 
-    def _every(self, value: int) -> list[int]:
+    def every(self, value: int) -> list[int]:
         """Gather a value of each rank, on the host where a backend can."""
         on_host = "cpu:" in str(dist.get_backend_config(self.group))
         own = torch.tensor([value], device="cpu" if on_host else self.device)
@@ -328,9 +348,9 @@ class Loop:
 
     def _changed(self) -> bool:
         assert self.marked is not None
-        return any(self._every(int(self._marks() != self.marked)))
+        return any(self.every(int(self.marks() != self.marked)))
 
-    def _marks(self) -> Tensor:
+    def marks(self) -> Tensor:
         return mark_all([local(p) for p in self._parameters().values()], self.device)
 
     def _whole_marks(self, names: Collection[str]) -> Marks:
@@ -359,7 +379,7 @@ class Loop:
             given = norm if norm is not None else torch.zeros((), device=self.device)
             self._kept().send(clock.step + 1, torch.isfinite(given), no_bytes())
         if norm is not None and self.wrapped.memories.planned and bool(torch.isfinite(norm)):
-            self.wrapped.memories.commit()
+            self.wrapped.memories.commit(in_place=bool(self.graph and self.graph.step))
         self.norm_at_end, self.begun, self.marked = None, False, None
         clock.step, clock.micro = clock.step + 1, 0
 

@@ -1,0 +1,43 @@
+"""Users' steps from a CUDA graph (`Sharded.graphed`); test_graph_parity.py has real ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engines.fsdp_world import run_world
+from tests.engines.graphed_jobs import RECIPES, on_cpu
+
+SAYS = {
+    "no GPU": "sharded.graphed",
+    "shape": "sharded.graphed",
+    "gradients": "zero_grad(set_to_none=True)",
+    "waiting": "set_requires_gradient_sync",
+    "no backward": "set_requires_gradient_sync",
+    "updates": "sharded.graphed",
+    "late": "sharded.graphed",
+    "twice": "sharded.graphed",
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Any]:
+    found: dict[str, Any] = run_world(2, on_cpu, "2x1")
+    return found
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_steps_from_a_graph_equal_eager_ones(name: str, answers: dict[str, Any]) -> None:
+    """Of two micro-steps, with clipping, an evaluation and a phase between."""
+    same, replays = answers[name]
+    assert all(same)
+    assert replays >= 4
+
+
+@pytest.mark.parametrize("case", SAYS)
+def test_what_cannot_be_captured_is_refused_on_all_ranks(
+    case: str, answers: dict[str, Any]
+) -> None:
+    for said in answers[case]:
+        assert SAYS[case] in said
