@@ -19,12 +19,8 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-<<<<<<< HEAD
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-=======
-from collections.abc import Callable, Mapping, Sequence
->>>>>>> 3c17d0e7 (Sharded.graphed: a user's forward and backward from a CUDA graph)
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args

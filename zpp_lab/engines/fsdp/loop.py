@@ -160,9 +160,8 @@ class Loop:
     def _outside(self) -> None:
         """Look at the masters where a gather comes outside of any forward: by `model.unshard()`,
         after which a forward of either kind may follow."""
-<<<<<<< HEAD
         if self.outer is None and not self.wrapped.clock.rolling:
-            self._arrive(False)
+            self.arrive(False)
             self.wrapped.clock.grad = True
 
     @contextmanager
@@ -170,29 +169,24 @@ class Loop:
         """Hold the weights whole, as the wire of rollouts brings them. RuntimeError on all ranks
         where the masters change meanwhile."""
         wrapped = self.wrapped
+        if self.graph is not None:
+            self.graph.interrupt()
         self.arrived = False
-        self._arrive(False)
-        marked, before = self._marks(), rollout_traffic(wrapped)
+        self.arrive(False)
+        marked, before = self.marks(), rollout_traffic(wrapped)
         master = wrapped.clock.master  # averaged weights that were swapped in travel uncompressed
         try:
             with torch.no_grad(), rolling(wrapped, whole=True, wire=True):
                 yield
         finally:
             self.arrived = wrapped.clock.master = False
-        if any(self._every(int(self._marks() != marked))):
+        if any(self.every(int(self.marks() != marked))):
             raise RuntimeError(STALE)
         wrapped.fallbacks.check(allowed=False)
         if not master:
             rolled_bytes(wrapped, None, before)
 
-    def _arrive(self, grad: bool) -> None:
-=======
-        if self.outer is None:
-            self.arrive(False)
-            self.wrapped.clock.grad = True
-
     def arrive(self, grad: bool) -> None:
->>>>>>> 3c17d0e7 (Sharded.graphed: a user's forward and backward from a CUDA graph)
         """Prepare the first gather of a forward; `grad`: with gradients."""
         if self.arrived:
             return
