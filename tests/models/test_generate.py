@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,14 +14,15 @@ from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model
 from zpp_lab.models.generate import Completions, generate
 from zpp_lab.models.sampling import sample
+from zpp_lab.train.memory.estimate import cached_width
 
 VOCAB, END, NEW = 37, 36, 9
 KEY = (3, 5)
+OWN_SHAPE = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn=64)
 
 
 def model_of(**settings: Any) -> nn.Module:
-    cfg = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn=64, **settings)
-    return build_model(cfg, VOCAB, device="cpu", seed=1)
+    return build_model(replace(OWN_SHAPE, **settings), VOCAB, device="cpu", seed=1)
 
 
 def rows(order: list[int], width: int = 8) -> dict[str, Tensor]:
@@ -109,6 +111,22 @@ def test_cached_passes_agree_with_whole_forwards(kind: str) -> None:
     torch.testing.assert_close(
         found.logprobs[found.mask], whole(model, found, batch)[found.mask], atol=1e-5, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("kind", ["own", "llama", "qwen3", "gpt2"])
+def test_keys_and_values_are_as_many_as_estimated(kind: str) -> None:
+    model, held = model_of() if kind == "own" else hf_model(kind), []
+
+    def policy(tokens: Tensor, *, cache: Any) -> Tensor:
+        found: Tensor = model(tokens, cache=cache)
+        past = [(layer.keys, layer.values) for layer in cache.past.layers] if cache.past else []
+        held.append(sum(t.numel() for pair in (*past, *cache.layers.values()) for t in pair))
+        return found
+
+    tokens = run(policy, rows(list(range(8)))).tokens
+    settings = OWN_SHAPE if kind == "own" else hf_cases.settings(kind)
+    slots = tokens.numel() - (0 if kind == "own" else len(tokens))  # the last one is not entered
+    assert held[-1] == slots * cached_width(settings)
 
 
 def test_a_window_that_would_count_padding_is_refused() -> None:

@@ -16,16 +16,17 @@ from tests.engines.fsdp_parity import RAW_GRID, configured
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
 from zpp_lab.collectives.reduce import Reduce
+from zpp_lab.config.compose import compose
 from zpp_lab.config.load import load
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.schema import Config
-from zpp_lab.engines.build import build_plan
+from zpp_lab.engines.build import build_plan, plan_of
 from zpp_lab.models import build_model
 from zpp_lab.models.loss import chunked_losses, token_losses
 from zpp_lab.runs.checkpoint.write import parts_of
 from zpp_lab.train.memory.activations import Activations
 from zpp_lab.train.memory.buffers import GIB, Estimate
-from zpp_lab.train.memory.estimate import estimate, secondary_bytes
+from zpp_lab.train.memory.estimate import cached_width, estimate, secondary_bytes
 from zpp_lab.train.memory.trace import Live
 
 VOCAB = 37
@@ -39,6 +40,22 @@ GRID += [*RAW_GRID, "raw_secondary"]
 RUNS = {(1, 2): CASES, (2, 1): NODES, (2, 2): GRID}
 QUICK = {(1, 2): ["zeropp_bf16", "stage2", "8bit_states", "memory_8bit"], (2, 1): NODES}
 QUICK[2, 2] = ["grid_node_node_node", "grid_none_node_world", "grid_none_none_none", "grid_memory"]
+
+
+def test_a_rollout_has_its_line() -> None:
+    """All weights and the cache, in an evaluation; none without reinforcement learning."""
+    text, rl = (compose(words) for words in ([], ["experiment=rl_addition"]))
+    assert not [i for i in estimate(plan_of(text), text, 256).items if i.name == "rollout"]
+    plan = plan_of(rl)
+    found = estimate(plan, rl, 256)
+    more = estimate(plan, replace(rl, data=replace(rl.data, seq_len=2 * rl.data.seq_len)), 256)
+    rows = rl.rl.prompts * rl.rl.samples // rl.cluster.world
+    cache = rows * rl.data.seq_len * cached_width(rl.model) * 4
+    both = [e.item("rollout").nbytes["eval"] for e in (found, more)]
+    assert both[1] - both[0] == cache
+    blocks = sum(p.numel for u in plan.units[1:-1] for p in u.unit.parameters)
+    assert both[0] - cache == 4 * blocks
+
 
 # ---------------------------------------------------------------------- a real run
 

@@ -22,6 +22,7 @@ from zpp_lab.codecs.errors import AT_ONCE
 from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.codecs.layout import Parameter
 from zpp_lab.collectives.plan import Plan, UnitPlan
+from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import INTRA
 from zpp_lab.engines.build import plan_of, vocabulary
@@ -51,6 +52,7 @@ Acts = Activations | TracedActivations
 
 CONTEXT = GIB  # assumed: a process's CUDA context, kernels, library workspaces
 NCCL = GIB // 2  # assumed: buffers of the process groups of one rank
+SAMPLED = 48  # bytes a logit while a token is drawn: words of Philox, noise and scores in fp64
 SUMMING = (
     80 * AT_ONCE
 )  # bytes while telemetry adds up a part: nine fp64 an element, and the partial sums
@@ -67,7 +69,21 @@ def estimate(plan: Plan, config: Config, vocab: int) -> Estimate:
     acts = _activations(plan, config, vocab, shape)
     holder = _Rank(plan, config, acts, _activations(plan, config, vocab, held_out))
     items = [*holder.state(), *holder.wires(), *holder.compute(), *holder.constants()]
+    if plan.rollouts:
+        items.append(Item("rollout", holder.rollout(vocab)))
     return Estimate(tuple(i for i in items if i.most))
+
+
+def cached_width(model: ModelConfig) -> int:
+    """Return the elements of keys and values of one token in all layers."""
+    if model.name == "hf":
+        from zpp_lab.models.hf import read_config  # imports transformers' parts
+
+        own = read_config(model).get_text_config()
+        heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+        each = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+        return int(2 * own.num_hidden_layers * heads * each)
+    return 2 * model.layers * model.kv_heads * (model.dim // model.heads)
 
 
 def heldout_shape(config: Config) -> tuple[int, int]:
@@ -395,6 +411,18 @@ class _Rank:
             Item("a block's backward", self._flow()),
             Item("gradient norm or update", moments(update=norm)),
         ]
+
+    def rollout(self, vocab: int) -> dict[Moment, int]:
+        """Count what generation of a rollout's rows holds beyond an evaluation: all weights, keys
+        and values, and each row's logits with their noise."""
+        rl, data, recipe = self.config.rl, self.config.data, self.plan.recipe
+        rows = -(-rl.prompts * rl.samples // recipe.cluster.world)
+        cache = rows * data.seq_len * self.weight * cached_width(self.config.model)
+        every = self.weight * sum(map(_numel, self.plan.units))
+        whole = recipe.config.again and recipe.shards > 1
+        held = cache + (every - self._gathered()["eval"] if whole else 0)
+        drawn = rows * vocab * (self.weight + SAMPLED)
+        return moments() | {"eval": held, "eval loss": held + drawn}
 
     def _flow(self) -> dict[Moment, int]:
         """Count a unit's backward beyond the activations that its blocks begin with. A block that
