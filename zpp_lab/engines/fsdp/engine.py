@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from zpp_lab.codecs.errors import ErrorSums, Telemetry
+from zpp_lab.codecs.errors import ErrorSums
 from zpp_lab.codecs.numerics import clip_factor, fold_sum, total_norm
 from zpp_lab.collectives.peer.choose import connect
 from zpp_lab.collectives.plan import Bytes, Plan, StepUse, add_bytes, plans_by_step
@@ -177,14 +177,13 @@ class FsdpEngine(Engine):
                 return self.step(step, lr, batches, telemetry)
             self._explain(step, batches)
         self.memories.commit(in_place=self.graph.step is not None)
-        errors = self._telemetry(watch.errors, use) if watch and watch.errors else None
+        errors = None
+        if watch and watch.errors:
+            watch.errors.drop(gathered_in_vain(self.plan, use.passes))
+            errors = merged_telemetry(watch.errors, self.device)
         self.enter(step + 1)
         laps.done("waiting")
         return StepResult(loss, length, sent, errors, laps.seconds)
-
-    def _telemetry(self, errors: ErrorSums, use: StepUse) -> Telemetry:
-        errors.drop(gathered_in_vain(self.plan, use.passes))
-        return merged_telemetry(errors, self.device)
 
     def _gradients(
         self, step: int, batches: Batches, watch: RankWatch | None
@@ -297,18 +296,13 @@ class FsdpEngine(Engine):
         update(self.parameters)
 
     def _explain(self, step: int, batches: Batches) -> None:
-        """The step is a pure function of the state: run it again and look at every value.
-
-        No rank may stop half-way, so findings are collected and compared at the end.
-        """
+        """The step is a pure function of the state: run it again and look at every value. No rank
+        may stop half-way, so findings are collected and compared at the end."""
         self.optimizer.zero_grad(set_to_none=True)
         order = {name: i for i, name in enumerate(self.parameters)}
         watch = RankWatch(step, self.rank, order, check=True)
-        self._alone()
-        own = [batches(self.rank, micro) for micro in range(self.plan.micro_steps)]
-        self._passes(step, own, watch)
-        if not self.wrapped.installed:
-            watch.means(self._grads())
+        self._gradients(step, batches, watch)
+        watch.means({} if self.wrapped.installed else self._grads())
         self.optimizer.zero_grad(set_to_none=True)
         refuse(watch)
 
