@@ -31,6 +31,9 @@ class Told(HostStreams):
         yield
         self.on = before
 
+    def here(self) -> Any:
+        return self.lane(self.on)
+
     def does(self, what: str) -> None:
         self.log.append(f"{self.on} {what}")
 
@@ -59,8 +62,9 @@ def test_one_is_finished_when_the_next_has_left() -> None:
         "travels send 2",
         "encodes waits for 4",
         "encodes finish 1",
-        "computes waits for 6",
-        "computes finish 2",
+        "encodes waits for 6",
+        "encodes finish 2",
+        "computes waits for 7",
     ]
 
 

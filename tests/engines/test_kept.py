@@ -136,6 +136,9 @@ class Told(HostStreams):
         yield
         self.on = before
 
+    def here(self) -> Any:
+        return self.lane(self.on)
+
 
 def beside() -> list[bool]:
     engine, streams = engine_of("differences", 2, 1), Told()
@@ -147,7 +150,7 @@ def beside() -> list[bool]:
     own = [u.arrived for u in updates]
     encodes, sends = "weights_update", engine.kept.under_way.lane
     ready = [mark for on, what, mark in streams.log if (on, what) == (encodes, "mark")]
-    ready = [mark for mark in ready if mark not in own]
+    ready = [mark for mark in ready if mark not in own and mark < own[-1]]
     new = [mark for on, what, mark in streams.log if (on, what) == ("main", "mark")]
     gone = [mark for on, what, mark in streams.log if (on, what) == (sends, "mark")]
     wanted: list[tuple[str, str, int]] = []
@@ -160,6 +163,7 @@ def beside() -> list[bool]:
         if i:  # while the next one travels
             wanted += [(encodes, "wait", gone[i - 1]), (encodes, "mark", own[i - 1])]
     wanted += [(encodes, "wait", gone[-1]), (encodes, "mark", own[-1])]
+    wanted += [(encodes, "mark", own[-1] + 1), (encodes, "wait", own[-1] + 1)]
     found = [streams.log[-len(wanted) :] == wanted]
     streams.log.clear()
     train(engine, 1, 2)

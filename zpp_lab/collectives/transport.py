@@ -56,6 +56,10 @@ class Streams(Protocol):
         """In it the named stream is the current one. It does not wait for others by itself."""
         ...
 
+    def here(self) -> AbstractContextManager[Any]:
+        """In it, as often as you like, the present stream is the current one."""
+        ...
+
 
 class CudaStreams:
     """`Streams` of the current CUDA device. Lanes go before other work: they keep links busy."""
@@ -75,6 +79,9 @@ class CudaStreams:
             self.lanes[name] = torch.cuda.Stream(priority=-1)
         return torch.cuda.stream(self.lanes[name])
 
+    def here(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(torch.cuda.current_stream())
+
 
 class HostStreams:
     """`Streams` of a CPU: all is done when a call is."""
@@ -88,6 +95,9 @@ class HostStreams:
     def lane(self, name: str) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def here(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
 
 class Overlap:
     """Transfers on a lane of their own, one after the other: while one is under way, the stream
@@ -97,20 +107,28 @@ class Overlap:
     def __init__(self, streams: Streams, lane: str) -> None:
         self.streams, self.lane = streams, lane
         self.under_way: tuple[Any, Callable[[], None]] | None = None
+        self.home: AbstractContextManager[Any] = nullcontext()  # the stream that encodes
 
     def ship(self, send: Callable[[], Any], finish: Callable[[], None]) -> None:
         """What `send` sends is encoded: let it travel, and finish the transfer before. `finish`
-        follows on the stream of the next call, or of `join`."""
+        follows on this stream, in the next call or in `join`."""
         ready = self.streams.mark()
         with self.streams.lane(self.lane):
             self.streams.wait(ready)
             send()
             arrived = self.streams.mark()
-        self.join()
-        self.under_way = arrived, finish
+        self._finish()
+        self.under_way, self.home = (arrived, finish), self.streams.here()
 
     def join(self) -> None:
-        """Finish the last transfer, on the current stream."""
+        """Finish the last transfer; the current stream goes on behind it."""
+        if self.under_way is not None:
+            with self.home:  # whose memory its buffers are
+                self._finish()
+                done = self.streams.mark()
+            self.streams.wait(done)
+
+    def _finish(self) -> None:
         if self.under_way is not None:
             (arrived, finish), self.under_way = self.under_way, None
             self.streams.wait(arrived)

@@ -10,9 +10,10 @@ copy-in and copy-out operators then land there (`packed.py`):
     fsdp::chunk_cat               the gradients are noted down             (compute stream)
     ReduceScatter.__call__        encode, hops, sum in rank order, divide  (reduce stream)
 
-Streams and lifetimes stay FSDP2's own: it keeps the gather's buffer until the copy-out is
-done, and the reduction's input until its event has passed, and a packet (payload, or the
-gradients) lives in that buffer. Nothing here waits on the host. After a step `sent.py` compares
+The last hop of a reduction has a lane of its own, and is decoded when the next unit's has left
+(`UnderWay`). Else streams and lifetimes stay FSDP2's own: it keeps the gather's buffer until the
+copy-out is done, and the reduction's input until its event has passed, and a packet (payload, or
+the gradients) lives in that buffer. Nothing here waits on the host. After a step `sent.py` compares
 what a unit really sent with what its plan says.
 
 Facts that this file relies on: `allocate` runs twice for a reduction, first for its input.

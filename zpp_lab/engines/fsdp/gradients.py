@@ -9,7 +9,7 @@ there whole together; where it has none the allocator gives memory back and fetc
 through the step, and waits for the device each time (`num_alloc_retries`; experiments/baseline
 has what that costs at 32.5B). FSDP2 asks a ReduceScatter of its own making for the output first
 and runs it afterwards. Here it gets a tensor without memory, which is given some of the computing
-stream's once the reduction has run. The memory is safe to write: FSDP2 lets the reductions' stream
+stream's when the reduction runs. The memory is safe to write: FSDP2 lets the reductions' stream
 wait for the computing one just before it asks.
 
 Dtype (`GradDtypes`): the same with every torch. Up to torch 2.13 autograd hands over a gradient in

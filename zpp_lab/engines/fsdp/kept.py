@@ -76,6 +76,7 @@ class Kept:
         these names, unit by unit. Weights travel on a stream of their own, beside what comes next,
         unless an observer looks."""
         self.ok = ok  # is read until all is encoded
+        self.under_way.forget()  # of a step that has failed
         for exchange in self.updates:
             update(p.name for p in exchange.plan.unit.parameters)
             masters = self._masters(s.name for s in exchange.layout.segments)

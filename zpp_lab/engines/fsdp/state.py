@@ -62,6 +62,8 @@ class EngineState:
             for name in own:
                 self.parameters[name].grad = None
 
+        if getattr(self.optimizer, "host", False):
+            update(self.parameters)  # in one go: states pass the GPU in both directions at once
         return update
 
     def save(self) -> State:

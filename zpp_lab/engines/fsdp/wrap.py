@@ -37,11 +37,11 @@ class Wrapped:
     fallbacks: Fallbacks
     memories: Memories  # of this rank
     plans: Mapping[int, Plan]  # by the steps done when each begins
+    under_way: UnderWay
     phase: int = 0  # the present one's
     installed: list[Installed] = field(default_factory=list)
     phases: dict[int, tuple[list[Installed], Memories]] = field(default_factory=dict)
     reduces: list[LandedReduce] = field(default_factory=list)  # of each unit
-    under_way: UnderWay = field(default_factory=lambda: UnderWay(HostStreams(), "grads"))
 
     def reshard(self) -> None:
         """Drop gathered weights and what hpZ kept: the next forward gathers anew."""
@@ -135,9 +135,9 @@ def wrap(
     sharded: dict[str, FSDPModule] = {n: m for n, m in first.items() if isinstance(m, FSDPModule)}
     set_aside(model, first.values(), plan.stored, device)
     memories = Memories(plan.memories, [transport.rank])
-    wrapped = Wrapped(model, sharded, Clock(seed), Fallbacks(), memories, plans)
-    if device.type == "cuda":
-        wrapped.under_way = UnderWay(CudaStreams(), "grads")
+    streams = CudaStreams() if device.type == "cuda" else HostStreams()
+    under_way = UnderWay(streams, "grads")
+    wrapped = Wrapped(model, sharded, Clock(seed), Fallbacks(), memories, plans, under_way)
     wrapped.phases = dict.fromkeys(plans, ([], memories))
     if not all(is_untouched(each, ordered) for each in plans.values()):
         wrapped.installed = install(

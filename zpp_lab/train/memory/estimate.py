@@ -355,7 +355,10 @@ class _Rank:
         block, root = self._reduction(self.unit), self._reduction(self.root) + before
         later = len(self.units) > 1
         found = moments(early=self.early * held, late=later * held, root=root)
-        return found | {"early sent": block, "late sent": block + later * before}
+        return found | {
+            "early sent": block + self.early * before,
+            "late sent": block + later * before,
+        }
 
     def _held(self, unit: UnitPlan) -> int:
         """Count the input of one unit's reduction: FSDP2's buffer, or our gradients."""
