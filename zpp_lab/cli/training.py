@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -198,7 +198,13 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     if paused:
         print("stopped before the end; the same command resumes from here")
     elif summary:  # rank 0, when somebody else started the ranks
-        print(f"{_result(summary)}: {folder}{', trained before' if ended else ''}")
+        result = f"held-out loss {summary['heldout_loss']:.4f}"
+        if "heldout_success" in summary:
+            result = f"held-out success {summary['heldout_success']:.1%}"
+        if "perplexity" in summary:  # runs of older versions have none
+            result += f", perplexity {summary['perplexity']:.4g},"
+        result += f" after {summary['steps']} step{'' if summary['steps'] == 1 else 's'}"
+        print(f"{result}: {folder}{', trained before' if ended else ''}")
     leave(at_exit=paused)  # a rank ends with 0: torchrun and srun take all else for a failure
     if why := queue_again(summary):
         print(f"zpp-lab train: {why}", file=sys.stderr)
@@ -244,16 +250,6 @@ def _show_settings(config: Config, args: argparse.Namespace) -> None:
             weights, grads = shares(plan.quantized_share())
             when = f" after {phase.first} steps" if phase.first else ""
             print(f"# quantized, of a step's bytes{when}: weights {weights}, gradients {grads}")
-
-
-def _result(summary: dict[str, Any]) -> str:
-    """What a finished run has come to, in a few words."""
-    loss = f"held-out loss {summary['heldout_loss']:.4f}"
-    if "heldout_success" in summary:
-        loss = f"held-out success {summary['heldout_success']:.1%}"
-    if "perplexity" in summary:  # runs of older versions have none
-        loss += f", perplexity {summary['perplexity']:.4g},"
-    return f"{loss} after {summary['steps']} step{'' if summary['steps'] == 1 else 's'}"
 
 
 def _sweep(overrides: list[str]) -> int:

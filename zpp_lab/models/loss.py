@@ -77,12 +77,11 @@ def chunked_scores(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int) ->
     losses alone, fp32 [1, N]."""
     if torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
         return chunked_losses(hidden, head, targets, chunk)[None]
-    pairs = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-    return torch.cat([_scores(F.linear(h, head), t) for h, t in pairs], 1)
-
-
-def _scores(logits: Tensor, targets: Tensor) -> Tensor:
-    return torch.stack((_losses(logits, targets), _predicted(logits, targets)))
+    found = []
+    for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        logits = F.linear(h, head)
+        found.append(torch.stack((_losses(logits, t), _predicted(logits, t))))
+    return torch.cat(found, 1)
 
 
 def _predicted(logits: Tensor, targets: Tensor) -> Tensor:

@@ -188,12 +188,11 @@ class Run:
 def find_runs(root: Path) -> list[Run]:
     """Return every run folder at or below `root`, sorted by path; one that was refused before it
     began (failure.json alone, nothing that tells a seed) is left out."""
-    return [read_run(folder) for folder in _run_folders(root) if _began(folder)]
-
-
-def _began(folder: Path) -> bool:
-    known = any((folder / name).is_file() for name in _MARKS[:2])
-    return known or _seed_of(folder.name) is not None
+    return [
+        read_run(folder)
+        for folder in _run_folders(root)
+        if _seed_of(folder.name) is not None or any((folder / n).is_file() for n in _MARKS[:2])
+    ]
 
 
 def read_run(folder: Path) -> Run:

@@ -237,7 +237,9 @@ class Tracker:
 
     def __init__(self, config: Config, run_dir: Path | str, resume_step: int) -> None:
         self.config, self.folder = config, Path(run_dir).resolve()
-        mode, why = _wandb_mode(config)
+        asked = config.tracking.wandb
+        mode, why = resolve("off" if config.run.study else asked)  # a study sends its runs itself
+        why = why if asked == "auto" and not config.run.study else ""
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in (files.SUMMARY, files.FAILURE):
             (self.folder / name).unlink(missing_ok=True)
@@ -354,14 +356,6 @@ class Tracker:
         except Exception as error:
             self._broken.add(view)
             _say(f"{view} failed and is switched off for this run: {type(error).__name__}: {error}")
-
-
-def _wandb_mode(config: Config) -> tuple[Mode, str]:
-    """The mode, and why when the run left it open. A study sends its runs itself."""
-    if config.run.study:
-        return "off", ""
-    mode, why = resolve(config.tracking.wandb)
-    return mode, why if config.tracking.wandb == "auto" else ""
 
 
 def _say(line: str) -> None:

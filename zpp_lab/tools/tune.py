@@ -170,7 +170,10 @@ def tune(
         nmse, rises = {}, []
         for codec, wire in wires.items():
             rounded = {p: wire.decoded(p, bench.device) for p in names}
-            nmse[codec] = _nmse(masters, rounded)
+            wrong = {n: rounded[n].double() - x.double() for n, x in masters.items()}
+            error = sum(float(x.square().sum()) for x in wrong.values())
+            power = sum(float(x.double().square().sum()) for x in masters.values())
+            nmse[codec] = error / power if power else 0.0
             if codec in probes:
                 _load(params, rounded)
                 rises.append(bench.loss(model) - loss)
@@ -242,12 +245,6 @@ def _codec(*settings: Any) -> CodecConfig:
 def _pattern(parameter: str) -> str:
     """Of its class: numbers between dots are a layer's, others (fc1 and fc2) part of a name."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", parameter)
-
-
-def _nmse(x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> float:
-    error = sum(float((y[n].double() - x[n].double()).square().sum()) for n in x)
-    power = sum(float(x[n].double().square().sum()) for n in x)
-    return error / power if power else 0.0
 
 
 def _load(params: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

@@ -338,7 +338,11 @@ def _write_file(
                     for part_of_block in block.split(nbytes // part.dtype.itemsize):
                         if stop.is_set():
                             raise _StoppedError
-                        data = _staged(part_of_block, buffer, part.dtype, cuda)
+                        room = buffer[: part_of_block.numel() * part.dtype.itemsize]
+                        room.view(part.dtype).copy_(part_of_block, non_blocking=True)
+                        if cuda:
+                            torch.cuda.current_stream().synchronize()
+                        data = room.numpy().data
                         digest.update(data)
                         file.write(data)
                     hashes.append(digest.hexdigest())
@@ -350,14 +354,6 @@ def _write_file(
     except BaseException:
         stop.set()  # the other files need not go on
         raise
-
-
-def _staged(source: Tensor, buffer: Tensor, dtype: torch.dtype, cuda: bool) -> memoryview:
-    size = source.numel() * dtype.itemsize
-    buffer[:size].view(dtype).copy_(source, non_blocking=True)
-    if cuda:
-        torch.cuda.current_stream().synchronize()
-    return buffer[:size].numpy().data
 
 
 def _flush(file: BinaryIO) -> int:

@@ -34,7 +34,10 @@ def answer(result: StudyResult) -> list[str]:
         return [f"No answer: the control {_some(wrong)} has the wrong verdict."]
     if one_seed(result):
         return _lone_answer(result, arms)
-    best = _cheapest([arm for arm in arms if arm.verdict in claims.GOOD])
+    costs = {a.name: c for a in arms if a.verdict in claims.GOOD and (c := cost(a)) is not None}
+    limit = min(costs.values(), default=0.0) + _TIE
+    near_least = [arm for arm in arms if arm.name in costs and costs[arm.name] <= limit]
+    best = min(near_least, key=_upper_end, default=None)
     seen = [best.name] if best else []
     if best is None:
         near = f"{margin_nats(result)} a token of the loss of {result.compared_with}"
@@ -93,13 +96,6 @@ def _some(names: Sequence[str], of: int = 0) -> str:
 def cost(arm: ArmResult) -> float | None:
     """Return bytes a step as a share of the baseline's: between nodes, or on one node in all."""
     return arm.bytes_total if arm.bytes_inter is None else arm.bytes_inter
-
-
-def _cheapest(candidates: Sequence[ArmResult]) -> ArmResult | None:
-    costs = {arm.name: share for arm in candidates if (share := cost(arm)) is not None}
-    limit = min(costs.values(), default=0.0) + _TIE
-    near = [arm for arm in candidates if arm.name in costs and costs[arm.name] <= limit]
-    return min(near, key=_upper_end, default=None)
 
 
 def _upper_end(arm: ArmResult) -> float:

@@ -62,13 +62,13 @@ def seed_notes(study: StudyConfig, result: ArmResult) -> list[str]:
         run = result.runs.get(seed)
         if run is None or run.outcome != "finished":
             fates.setdefault(unfinished_text(run), []).append(seed)
-    return [_sentence(result, seeds) for seeds in fates.values()]
-
-
-def _sentence(result: ArmResult, seeds: list[int]) -> str:
-    several = len(seeds) > 1
-    named = f"{'seeds' if several else 'seed'} {', '.join(map(str, seeds))}"
-    return f"{result.name}: {named} {unfinished_text(result.runs.get(seeds[0]), several)}."
+    notes = []
+    for seeds in fates.values():
+        several = len(seeds) > 1
+        named = f"{'seeds' if several else 'seed'} {', '.join(map(str, seeds))}"
+        end = unfinished_text(result.runs.get(seeds[0]), several)
+        notes.append(f"{result.name}: {named} {end}.")
+    return notes
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,8 @@ def facts(result: StudyResult) -> list[tuple[str, str]]:
         return "; ".join(found) or NOTHING
 
     grid = {_cluster(summary.get("cluster") or {}): None for summary in summaries}
+    counts = Counter(_commit(summary) for summary in summaries)  # runs without one too
+    each = [f"{one} ({n} run{'' if n == 1 else 's'})" for one, n in counts.items()]
     return [
         ("Data", values("data", "name")),
         ("Data hash", values("data", "hash")),
@@ -129,7 +131,7 @@ def facts(result: StudyResult) -> list[tuple[str, str]]:
         ("Cluster", "; ".join(grid) or NOTHING),
         ("Steps", values("steps")),
         ("Tokens of a run", values("tokens")),
-        ("Commit", _commits(summaries)),
+        ("Commit", "; ".join(each if len(each) > 1 else counts) or NOTHING),
         ("Machine", values("machine")),
         ("Versions", values("versions")),
     ]
@@ -172,14 +174,6 @@ def _big(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g}{unit}"
     return f"{value:g}"
-
-
-def _commits(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """The commit of all runs, or each one with the number of its runs; runs without one too."""
-    counts = Counter(_commit(summary) for summary in summaries)
-    if len(counts) < 2:
-        return "".join(counts) or NOTHING
-    return "; ".join(f"{one} ({n} run{'' if n == 1 else 's'})" for one, n in counts.items())
 
 
 def _commit(summary: Mapping[str, Any]) -> str:

@@ -341,18 +341,17 @@ def _instance(
         )
     except (HydraException, ImportError) as error:
         if settings and "Could not override" in str(error):
-            raise ValueError(_unknown(name, settings, error)) from None
+            named = (k for k in map(setting_of, settings) if f"'{k}'" in str(error))
+            raise ValueError(
+                f"{next(named, settings[0])}: Hydra's launcher {name!r} does not have this "
+                "setting; see conf/hydra/launcher"
+            ) from None
         extras = {"slurm": "slurm"} | {k.rpartition("/")[2]: v for k, v in PLUGINS.items()}
         fix = f": pip install 'zpp_lab[{extras[name]}]'" if name in extras else ""
         raise ValueError(
             f"Hydra's launcher {name!r} cannot start; install its package{fix}: {_reason(error)}"
         ) from None
     return launcher, config
-
-
-def _unknown(name: str, settings: Sequence[str], error: Exception) -> str:
-    key = next((k for k in map(setting_of, settings) if f"'{k}'" in str(error)), settings[0])
-    return f"{key}: Hydra's launcher {name!r} does not have this setting; see conf/hydra/launcher"
 
 
 @contextmanager

@@ -139,7 +139,10 @@ class Planner:
                 faults.setdefault(str(error), []).append(f"arm {arm.name}")
         for one in study.prepare:
             try:
-                self._first.append(self._prepared(one, compose))
+                _check_own([*self.study.overrides, *one.overrides])
+                folder = self.root / PREPARE / one.name
+                config = compose(prepare_overrides(self.study, one, folder))
+                self._first.append(PlannedRun(one.name, one.seed, folder, config, prepares=True))
             except ValueError as error:
                 faults.setdefault(str(error), []).append(f"{PREPARE} {one.name}")
         if faults:
@@ -175,12 +178,6 @@ class Planner:
         runs = [self._run(arm, seed) for arm, seed in order]
         _check_settings(runs)
         return runs
-
-    def _prepared(self, one: PrepareConfig, compose: Compose) -> PlannedRun:
-        _check_own([*self.study.overrides, *one.overrides])
-        folder = self.root / PREPARE / one.name
-        config = compose(prepare_overrides(self.study, one, folder))
-        return PlannedRun(one.name, one.seed, folder, config, prepares=True)
 
     def _compose(self, arm: ArmConfig, compose: Compose) -> Config:
         _check_own([*self.study.overrides, *arm.overrides])

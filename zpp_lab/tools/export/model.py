@@ -234,7 +234,11 @@ def export_peft(run: Path, out: Path, license: str | None = None) -> Exported:
         if not config.model.lora.on:
             raise ValueError(f"{run} has no adapters (model.lora.rank=0): use --to hf")
         saved = newest(run)
-        names = {_their_name(config, n): n for n in saved.shapes if is_adapter(n)}
+        names = {}
+        for name in filter(is_adapter, saved.shapes):
+            module, _, which = name.rpartition(".")
+            theirs = f"base_model.model.{_their_module(config, module)}"
+            names[f"{theirs}.{which}.weight"] = name
         shapes = {theirs: saved.shapes[n] for theirs, n in names.items()}
         nbytes = write_safetensors(
             folder, shapes, _reader(config, saved, names), torch.float32, limit=2**62
@@ -244,11 +248,6 @@ def export_peft(run: Path, out: Path, license: str | None = None) -> Exported:
         (folder / SETTINGS).write_text(text + "\n", encoding="utf-8")
         write_readme(folder, config, adapter_text(config, saved.step), license, library="peft")
     return Exported(saved.step, len(names), nbytes)
-
-
-def _their_name(config: Config, name: str) -> str:
-    module, _, which = name.rpartition(".")
-    return f"base_model.model.{_their_module(config, module)}.{which}.weight"
 
 
 def _their_module(config: Config, module: str) -> str:

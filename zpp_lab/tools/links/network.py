@@ -229,7 +229,9 @@ class Tools:
         if missing:
             where = f" in {given}" if given else ""
             raise EmulationError(f"{' and '.join(missing)} not found{where}: {INSTALL}")
-        return cls(str(found["ip"]), str(found["tc"]), _libraries(given) if given else ())
+        libraries = Path(given).glob("**/lib*.so*") if given else ()
+        folders = sorted({str(path.parent.absolute()) for path in libraries})
+        return cls(str(found["ip"]), str(found["tc"]), tuple(folders))
 
     def run(self, command: Command, pid: int) -> str:
         """Return what the command prints in the network namespace of process `pid`.
@@ -246,8 +248,3 @@ class Tools:
             needs = NET if "not permitted" in found else command.needs
             raise EmulationError(f"`{' '.join(command.words)}` failed: {found}. It needs {needs}")
         return done.stdout
-
-
-def _libraries(folder: str | Path) -> tuple[str, ...]:
-    found = {str(path.parent.absolute()) for path in Path(folder).glob("**/lib*.so*")}
-    return tuple(sorted(found))

@@ -99,7 +99,11 @@ def _activations(plan: Plan, config: Config, vocab: int, shape: tuple[int, int])
         return TracedActivations.of(config.model, vocab, shape, dtype, layers)
     acts = replace(Activations.of(config, vocab), tokens=shape[0] * shape[1])
     if plan.stored:
-        acts = replace(acts, adapters=_adapters(plan), head_trained=False)
+        blocks = [u.unit for u in plan.units[:-1]]
+        ranks = [sum(p.shape[0] for p in u.parameters if p.name.endswith(LORA_A)) for u in blocks]
+        # elements a token between the two adapters of every layer, for the largest block
+        adapters = max(r // u.blocks for r, u in zip(ranks, blocks, strict=True))
+        acts = replace(acts, adapters=adapters, head_trained=False)
     return acts
 
 
@@ -138,14 +142,13 @@ class _Rank:
         self.root = plan.units[-1]
         self.units = plan.units[:-1]
         self.unit = max(self.units, key=_numel)
-        self.early = self._fuller()  # units that went back before the one at 'early'
-
-    def _fuller(self) -> int:
-        """Return 1 where a reduction's input and sums exceed a unit's activations, else 0."""
-        if len(self.units) == 1:
-            return 0
+        # units that went back before the one at 'early': 1 where a reduction's input and sums
+        # exceed a unit's activations
         left = 0 if self.plan.reductions > 1 else shard_bytes(_trained(self.unit))
-        return int(self._held(self.unit) + left > self.unit.unit.blocks * self.acts.between)
+        self.early = int(
+            len(self.units) > 1
+            and self._held(self.unit) + left > self.unit.unit.blocks * self.acts.between
+        )
 
     def _left(self, gone: int) -> int:
         """Count the model's blocks that have not gone back when so many units have."""
@@ -453,13 +456,6 @@ class _Rank:
             Item("CUDA and libraries", always(CONTEXT), assumed=True),
             Item("NCCL", always(NCCL if self.plan.recipe.cluster.world > 1 else 0), assumed=True),
         ]
-
-
-def _adapters(plan: Plan) -> int:
-    """Count elements a token between the two adapters of every layer, for the largest block."""
-    units = [u.unit for u in plan.units[:-1]]
-    found = [[p.shape[0] for p in u.parameters if p.name.endswith(LORA_A)] for u in units]
-    return max(sum(ranks) // u.blocks for ranks, u in zip(found, units, strict=True))
 
 
 def _shard(p: Parameter) -> tuple[int, ...]:

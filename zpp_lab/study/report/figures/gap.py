@@ -84,6 +84,7 @@ def _gap_row(arm: ArmResult, at: BandGap | None) -> Row:
     assert arm.gap is not None
     low, high = arm.gap.shown or (arm.gap.mean, arm.gap.mean)
     margin = arm.margin or 0.0
+    short, sent = _SHORT.get(arm.verdict, arm.verdict) if at is None else at.text, cost(arm)
     return {
         "arm": arm.name,
         "verdict": arm.verdict,
@@ -96,16 +97,10 @@ def _gap_row(arm: ArmResult, at: BandGap | None) -> Row:
         "bytes_inter": arm.bytes_inter,
         "seeds": arm.gap.n,
         "gap": gap_text(arm),
-        "sent": percent(cost(arm)),
+        "sent": percent(sent),
         "label": arm.verdict if at is None else _placed(arm, at),
-        "short": _on_phone(_SHORT.get(arm.verdict, arm.verdict) if at is None else at.text, arm),
+        "short": short if sent is None else f"{short} · {percent(sent)}",  # bytes have no column
     } | ({} if at is None else {"noise_from": -at.noise, "noise_to": at.noise})
-
-
-def _on_phone(verdict: str, arm: ArmResult) -> str:
-    """A verdict with the bytes, which have no column there."""
-    sent = cost(arm)
-    return verdict if sent is None else f"{verdict} · {percent(sent)}"
 
 
 def _placed(arm: ArmResult, at: BandGap) -> str:

@@ -140,7 +140,8 @@ def speed_table(found: SpeedFindings) -> Table:
         cells = [m.arm, found.names[m.setting], m.place, f"{m.tokens_per_s:,.0f}"]
         cells += _up_cells(ups.get(id(m)))
         cells += _twin_cells(ups.get(id(m))) if paired else []
-        cells += [_over_text(m, peers)] if peers else []
+        over = _over(m, peers)
+        cells += [NOTHING if over is None else f"{over:.2f}×"] if peers else []
         cells += [number(m.floor_s, ".4g"), percent(m.share_of_floor)]
         cells += [number(m.step_s, ".4g"), *([number(m.waiting_s, ".3g")] if waited else [])]
         cells += [number(m.peak_gib, ".2f")]
@@ -339,11 +340,6 @@ def _peers(measured: Sequence[Measured]) -> _Peers:
 def _over(m: Measured, peers: _Peers) -> float | None:
     peer = peers.get((m.setting, m.link))
     return m.tokens_per_s / peer if peer else None
-
-
-def _over_text(m: Measured, peers: _Peers) -> str:
-    over = _over(m, peers)
-    return NOTHING if over is None else f"{over:.2f}×"
 
 
 def _predictions(predicted: Sequence[Predicted]) -> _Speeds:
