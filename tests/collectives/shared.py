@@ -19,8 +19,32 @@ from torch import Tensor
 
 from tests.collectives.threads import Post, ThreadTransport
 from zpp_lab.collectives.peer.transport import PeerTransport
-from zpp_lab.collectives.transport import LINKS, Link, members
+from zpp_lab.collectives.transport import LINKS, HostStreams, Link, members
 from zpp_lab.config.schema import ClusterConfig
+
+
+class Told(HostStreams):
+    """Streams that write down what they are asked: on which one, what, and which mark."""
+
+    def __init__(self) -> None:
+        self.on, self.log, self.marks = "main", [], 0
+
+    def mark(self, old: Any = None, outside: bool = False) -> Any:
+        self.marks += 1
+        self.log.append((self.on, "mark", self.marks))
+        return self.marks
+
+    def wait(self, mark: Any) -> None:
+        self.log.append((self.on, "wait", mark))
+
+    @contextlib.contextmanager
+    def lane(self, name: str) -> Iterator[None]:
+        before, self.on = self.on, name
+        yield
+        self.on = before
+
+    def here(self) -> Any:
+        return self.lane(self.on)
 
 
 class ThreadStreams:

@@ -3,8 +3,6 @@ and bring back, what a failed step leaves alone, and how runs go on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -15,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.collectives.shared import Told
 from tests.engines.fsdp_parity import DIFFERENCES, KEPT, Q4, Q8, configured, kept
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch, build_uneven
 from tests.runs.test_checkpoint import engine_of, train, virtual_of, written
 from tests.small_runs import small
 from zpp_lab.collectives.traffic import Traffic
-from zpp_lab.collectives.transport import HostStreams
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config, RecipeConfig
 from zpp_lab.engines.base import NonFiniteError
@@ -116,34 +114,10 @@ def test_small_steps_cost_little() -> None:
     assert lost["differences"] < lost["weights"] / 100
 
 
-class Told(HostStreams):
-    """Streams that write down what they are asked."""
-
-    def __init__(self) -> None:
-        self.on, self.log, self.marks = "main", [], 0
-
-    def mark(self, old: Any = None, outside: bool = False) -> Any:
-        self.marks += 1
-        self.log.append((self.on, "mark", self.marks))
-        return self.marks
-
-    def wait(self, mark: Any) -> None:
-        self.log.append((self.on, "wait", mark))
-
-    @contextmanager
-    def lane(self, name: str) -> Iterator[None]:
-        before, self.on = self.on, name
-        yield
-        self.on = before
-
-    def here(self) -> Any:
-        return self.lane(self.on)
-
-
 def beside() -> list[bool]:
     engine, streams = engine_of("differences", 2, 1), Told()
     updates = engine.kept.updates
-    engine.kept.streams = engine.kept.under_way.streams = streams
+    engine.kept.under_way.streams = streams
     for update in updates:
         update.streams = streams
     train(engine, 0, 1)

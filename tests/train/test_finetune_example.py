@@ -61,7 +61,7 @@ def test_three_commands(
         assert main(list(merged.values())) == 0, command
     said = capsys.readouterr().out
     assert re.search(r"held-out loss \d\.\d{4}, perplexity \d+(\.\d+)?, after 3 steps", said)
-    assert re.search(r"Gap \(nats\) +Held-out loss +Perplexity", said)
+    assert re.search(r"Arm +Verdict +Gap +Bytes +Seeds", said)
     for arm in ("zero3", "w4"):
         summary = json.loads((tmp_path / "runs" / "mine" / arm / "summary.json").read_text())
         assert summary["steps"] == 3

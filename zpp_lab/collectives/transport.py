@@ -121,7 +121,7 @@ class Overlap:
         self.under_way, self.home = (arrived, finish), self.streams.here()
 
     def join(self) -> None:
-        """Finish the last transfer; the current stream goes on behind it."""
+        """Finish the last transfer; what the current stream does next waits for it."""
         if self.under_way is not None:
             with self.home:  # whose memory its buffers are
                 self._finish()

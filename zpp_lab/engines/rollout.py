@@ -25,7 +25,7 @@ def check_mark(before: Tensor, now: Tensor) -> None:
 
 
 def eager(compiled: bool) -> AbstractContextManager[Any]:
-    """Run compiled blocks as they are written: each shape would be compiled again."""
+    """Run compiled blocks without their compiled code, which would be made again for each shape."""
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 

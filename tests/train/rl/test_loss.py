@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zpp_lab.config.load import load
 from zpp_lab.config.rl import RlConfig
-from zpp_lab.models.policy import policy_loss
+from zpp_lab.models.objective import policy_loss
 from zpp_lab.train.rl.advantages import (
     advantages,
     constants,

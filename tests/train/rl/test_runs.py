@@ -14,9 +14,12 @@ import pytest
 import torch
 
 from tests.engines.fsdp_world import forks, run_world
+from tests.small_runs import newest
 from zpp_lab.cli.main import main
 from zpp_lab.config.compose import compose
 from zpp_lab.config.schema import Config
+from zpp_lab.files import COMPLETIONS, HELDOUT
+from zpp_lab.runs.checkpoint.read import Saved, flat
 from zpp_lab.runs.metrics import read, unmeasured
 from zpp_lab.runs.tracker import Tracker
 from zpp_lab.train.rl import rewards, source
@@ -58,6 +61,16 @@ def lines(config: Config) -> list[dict[str, Any]]:
     return [{k: v for k, v in unmeasured(line).items() if k not in other} for line in found]
 
 
+def same_end(one: Config, other: Config) -> bool:
+    """Whether held-out failures, completions and all states at the end are equal to the bit."""
+    files = [(folder_of(c) / n).read_bytes() for n in (HELDOUT, COMPLETIONS) for c in (one, other)]
+    states = [dict(flat(Saved(newest(folder_of(c))).state())) for c in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    assert any(name.startswith("optimizer") for name in states[0])
+    same = all(torch.equal(t, states[1][n]) for n, t in states[0].items())
+    return same and files[0::2] == files[1::2]
+
+
 def in_each_rank(*configs: Config) -> None:
     import torch.distributed as dist
 
@@ -74,6 +87,9 @@ ARMS = {
         *("recipe.weights_rollout.block_size=16", "recipe.weights_rollout.rounding=stochastic"),
         *("rl.kl=0.1", "rl.correction=token", "rl.gather=token", "rl.temperature=0.8"),
     ),
+    "differences": (
+        *("recipe=sdp4bit", "cluster=2x1", "recipe.weights_update.block_size=16", "rl.kl=0.1"),
+    ),
 }
 
 
@@ -88,9 +104,7 @@ def test_both_engines_agree(tmp_path: Path) -> None:
         first, *_, last = lines(config)
         assert first["rl"]["reward"] != last["rl"]["reward"]
         assert (first["rl"]["mismatch"] > 1e-4) == (arm == "w4")
-        for name in ("heldout.json", "completions.jsonl"):
-            own, theirs = (folder_of(c) / name for c in (config, other))
-            assert own.read_bytes() == theirs.read_bytes()
+        assert same_end(config, other), arm
 
 
 def kill_at(where: str, config: Config) -> None:
@@ -127,8 +141,7 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, where: str) -> Non
     assert len(lines(other)) < 6
     run(other)
     assert lines(other) == lines(whole)
-    for name in ("heldout.json", "completions.jsonl"):
-        assert (folder_of(other) / name).read_bytes() == (folder_of(whole) / name).read_bytes()
+    assert same_end(other, whole)
 
 
 def test_a_reward_that_raises_stops_the_run_with_a_checkpoint(

@@ -286,7 +286,7 @@ class FsdpEngine(Engine):
         self, step: int, lr: float, norm: Tensor, sent: Bytes, watch: RankWatch | None
     ) -> None:
         """Clip and update, or change nothing when the norm is not finite; the device decides. Where
-        nodes keep weights each unit's travel as soon as they are new, and are added to `sent`."""
+        nodes keep weights, each unit's are sent right after its update; `sent` counts them."""
         clip, ok = self.config.train.clip, torch.isfinite(norm)
         factor = clip_factor(norm, clip) if clip else None
         set_rate(self.optimizer, lr)

@@ -47,8 +47,8 @@ class Kept:
         self.updates: list[Exchange] = [u.update for u in in_turn if u.update is not None]
         self.stale = bool(self.updates)  # whether the weights have still to be kept
         self.ok: Tensor | None = None  # whether the last norm was finite, as long as it is read
-        self.streams: Streams = self.updates[0].streams if self.updates else HostStreams()
-        self.under_way = Overlap(self.streams, f"{UPDATE} between nodes")
+        streams: Streams = self.updates[0].streams if self.updates else HostStreams()
+        self.under_way = Overlap(streams, f"{UPDATE} between nodes")
 
     def start(self, done: int) -> None:
         """Keep the weights after `done` steps, before the first step and after a state without
@@ -75,21 +75,21 @@ class Kept:
         `done` steps, and add the bytes of all ranks to `sent`. `update`: updates the masters of
         these names, unit by unit. Weights travel on a stream of their own, beside what comes next,
         unless an observer looks."""
-        self.ok = ok  # is read until all is encoded
+        self.ok, streams = ok, self.under_way.streams  # ok: is read until all is encoded
         self.under_way.forget()  # of a step that has failed
         for exchange in self.updates:
             update(p.name for p in exchange.plan.unit.parameters)
             masters = self._masters(s.name for s in exchange.layout.segments)
             if observer is None:
-                updated = self.streams.mark()
-                with self.streams.lane(UPDATE):
-                    self.streams.wait(updated)
+                updated = streams.mark()
+                with streams.lane(UPDATE):
+                    streams.wait(updated)
                     self.under_way.ship(*exchange.begin(masters, done, ok))
             else:
                 for part in exchange.begin(masters, done, ok, observer):
                     part()
             add_bytes(sent, {UPDATE: exchange.ledger.step[UPDATE]}, exchange.cluster.world)
-        with self.streams.lane(UPDATE):
+        with streams.lane(UPDATE):
             self.under_way.join()
 
     def wait(self) -> None:

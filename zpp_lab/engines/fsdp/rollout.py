@@ -39,7 +39,7 @@ def rolling(wrapped: Wrapped, whole: bool, wire: bool) -> Iterator[None]:
 
 
 def rollout_traffic(wrapped: Wrapped) -> Traffic:
-    """Return what this rank has sent for rollouts since its ledgers began anew."""
+    """Return what this rank has sent for rollouts since the ledgers' last `start_step`."""
     return sum((u.ledger.step.get(ROLLOUT, NOTHING) for u in wrapped.installed), NOTHING)
 
 

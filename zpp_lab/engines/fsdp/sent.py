@@ -27,7 +27,7 @@ class Sent:
         `present`: names of parameters with a gradient."""
         units = self.wrapped.installed
         vain = dict(self.vain.forward), dict(self.vain.backward)
-        counts = [dict(u.ledger.step) for u in units]  # as they are: new weights still add to them
+        counts = [dict(u.ledger.step) for u in units]  # copies: `kept.send` adds to the originals
         facts = use, present, vain, counts, [u.present.taken for u in units]
         if self.settled is not None and as_planned and self.settled[0] == facts:
             return dict(self.settled[1])  # the same again: what was checked holds

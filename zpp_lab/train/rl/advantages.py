@@ -70,7 +70,7 @@ def constants(
     reference: np.ndarray | None,
     rl: RlConfig,
 ) -> np.ndarray:
-    """Return the constants of `models/policy.py`, fp32 [N, 2 or 4, T]. own: advantages [N]; the
+    """Return the constants of `policy_loss`, fp32 [N, 2 or 4, T]. own: advantages [N]; the
     others as in `corrections`; reference: its log-probabilities, None without a penalty."""
     weights = np.where(counted, _weights(counted, rl), 0.0)
     gain = weights * own[:, None] * corrections(old, sampled, counted, rl)
