@@ -392,7 +392,7 @@ def gathered(named: dict[str, Tensor]) -> dict[str, Tensor]:
     if cut:
         assert all(t.placements == (Shard(0),) for t in cut.values())
         every: list[Any] = [None] * dist.get_world_size()
-        local = {n: t.to_local().detach().contiguous() for n, t in cut.items()}
+        local = {n: t.to_local().detach().contiguous().cpu() for n, t in cut.items()}
         # as arrays: tensors take ten times as long to pickle
         dist.all_gather_object(every, {n: t.view(torch.uint8).numpy() for n, t in local.items()})
         for name, tensor in cut.items():
@@ -400,7 +400,7 @@ def gathered(named: dict[str, Tensor]) -> dict[str, Tensor]:
             shards = tensor.device_mesh.size()
             assert all(map(torch.equal, parts, parts[:shards] * (len(parts) // shards)))
             cut[name] = torch.cat(parts[:shards])
-    return {n: cut[n] if n in cut else t.detach() for n, t in named.items()}
+    return {n: cut[n] if n in cut else t.detach().cpu() for n, t in named.items()}
 
 
 def _run(engine: Any, steps: int) -> tuple[list[tuple[Any, ...]], list[float]]:
