@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from zpp_lab.config.data import DataConfig
+from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config
 from zpp_lab.data import PackedData, TokenData
 from zpp_lab.data.prepare import TOKENIZER
@@ -122,7 +123,8 @@ def open_store(config: Config, folder: Path, device: torch.device) -> Checkpoint
         train.checkpoint_full_disk == "skip",
     )
     keep = max(1, train.keep_checkpoints)  # 0: none after the end
-    where = "cpu" if engine.offload or engine.name == "deepspeed" else device
+    masters = Residence.of(config).masters
+    where = "cpu" if masters or engine.name == "deepspeed" else device
     return Checkpoints(folder, keep, saving, engine.name in ("fsdp", "deepspeed"), where)
 
 

@@ -14,13 +14,13 @@ from zpp_lab.engines.optim.states import StateKind
 
 def trained(kind: StateKind, place: str, halt: int = 6) -> list[torch.Tensor]:
     """Weights, then states; after `halt` steps the state goes through a checkpoint's form."""
-    train = TrainConfig(optimizer_state=kind, optimizer_place=place)  # type: ignore[arg-type]
+    train, far = TrainConfig(optimizer_state=kind), place == "host"
     parameters = started(0, 1)
-    optimizer = adamw(parameters, train, seed=3)
+    optimizer = adamw(parameters, train, 3, far)
     for step in range(6):
         if step == halt:
             before = optimizer_state(optimizer, parameters)
-            optimizer = adamw(parameters, train, seed=3)
+            optimizer = adamw(parameters, train, 3, far)
             load_optimizer_state(optimizer, parameters, before)
         for n, g in gradients(step).items():
             parameters[n].grad = g
@@ -48,13 +48,13 @@ def test_a_gpu_has_the_same_bits(kind: StateKind, monkeypatch: pytest.MonkeyPatc
     weights = [torch.randn(512, 1024, device="cuda") for _ in range(9)]
     ends = []
     for place in ("device", "host"):
-        train = TrainConfig(optimizer_state=kind, optimizer_place=place)  # type: ignore[arg-type]
+        train, far = TrainConfig(optimizer_state=kind), place == "host"
         own = {str(i): torch.nn.Parameter(w.clone()) for i, w in enumerate(weights)}
-        optimizer = adamw(own, train, seed=3)
+        optimizer = adamw(own, train, 3, far)
         for step in range(5):
             if step == 3:
                 before = optimizer_state(optimizer, own)
-                optimizer = adamw(own, train, seed=3)
+                optimizer = adamw(own, train, 3, far)
                 load_optimizer_state(optimizer, own, before)
             for i, p in enumerate(own.values()):
                 p.grad = weights[i - step].sin()

@@ -9,29 +9,30 @@ import torch
 from torch import nn
 
 from zpp_lab.config.schema import TrainConfig
+from zpp_lab.engines.optim import ShardAdamW
 from zpp_lab.engines.optim.build import (
     STATE,
     adamw,
-    guarded_step,
+    begin,
     optimizer_state,
     set_rate,
+    update,
 )
 
 
 def made(fused: bool) -> tuple[dict[str, nn.Parameter], torch.optim.AdamW]:
     torch.manual_seed(0)
     parameters = {"a": nn.Parameter(torch.randn(5, 3)), "b": nn.Parameter(torch.randn(7))}
-    optimizer = adamw(parameters, TrainConfig())
-    if fused:  # as on a GPU; the CPU has that kernel too
-        groups = [{**g, "fused": True, "foreach": False} for g in optimizer.param_groups]
-        optimizer = torch.optim.AdamW(groups, fused=True)
-    return parameters, optimizer
+    groups = adamw(parameters, TrainConfig()).param_groups
+    # fused as on a GPU; the CPU has that kernel too
+    each = [{**g, "fused": fused, "foreach": not fused} for g in groups]
+    return parameters, ShardAdamW(each, fused=fused)
 
 
 def step(parameters: dict[str, nn.Parameter], optimizer: torch.optim.AdamW, scale: float) -> None:
     for p in parameters.values():
         p.grad = p.detach() * scale
-    guarded_step(optimizer, torch.tensor(scale).isfinite())
+    begin(optimizer, torch.tensor(scale).isfinite(), 0)(parameters.values())
 
 
 def snapshot(parameters: dict[str, nn.Parameter], optimizer: torch.optim.AdamW) -> list:
@@ -71,7 +72,7 @@ def test_projections_into_the_residual_stream_take_smaller_steps(kind: Any) -> N
         for p in parameters.values():
             p.grad = torch.ones_like(p)
         set_rate(optimizer, 0.5)
-        guarded_step(optimizer, torch.tensor(True))
+        update(optimizer, 0)
         return {n: 1 - float(p.detach().flatten()[0]) for n, p in parameters.items()}
 
     assert moved(1.0) == pytest.approx(dict.fromkeys(names, 0.5))

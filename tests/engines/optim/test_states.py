@@ -12,7 +12,7 @@ from zpp_lab.engines.optim import kind_of, state_bytes
 from zpp_lab.engines.optim.build import (
     AdamW,
     adamw,
-    guarded_step,
+    begin,
     optimizer_state,
     update,
 )
@@ -80,7 +80,7 @@ def step(
 ) -> None:
     for p in parameters.values():
         p.grad = p.detach() * scale
-    guarded_step(optimizer, torch.tensor(ok), 5)
+    begin(optimizer, torch.tensor(ok), 5)(parameters.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)

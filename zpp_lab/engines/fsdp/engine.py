@@ -27,6 +27,7 @@ from zpp_lab.collectives.peer.choose import connect
 from zpp_lab.collectives.plan import Bytes, Plan, StepUse, add_bytes, plans_by_step
 from zpp_lab.collectives.transport import Transport, all_gather
 from zpp_lab.collectives.watchdog import Watchdog
+from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import Batch, Batches, Engine, StepResult
 from zpp_lab.engines.frozen import mark_all
@@ -79,6 +80,7 @@ class FsdpEngine(Engine):
         self.part = self.rank % self.shards  # which shard of every parameter is this rank's
         self.plans = plans_by_step(plan, config)
         self.base = FrozenBase(model, plan)
+        self.residence = Residence.of(config)
         units = named_units(model, config.engine.blocks_per_unit)
         self.wrapped: Wrapped = wrap(
             model,
@@ -88,9 +90,9 @@ class FsdpEngine(Engine):
             device,
             seed=config.seed,
             ordered=config.engine.ordered,
-            offload=config.engine.offload,
+            offload=self.residence.offloads,
         )
-        self.wrapped.under_way.open = not config.engine.offload
+        self.wrapped.under_way.open = not self.residence.offloads
         building.done("sharding")
         self.root = cast(FSDPModule, model)
         start = self._initialize() if any(p.is_meta for p in model.parameters()) else None
@@ -110,12 +112,13 @@ class FsdpEngine(Engine):
         names = self.base.names  # not ours to train, or to save
         self.parameters = {n: p for n, p in model.named_parameters() if n not in names}
         self.kept = Kept(self.wrapped.installed, self.parameters)
-        self.optimizer = adamw(self.parameters, config.optimization, config.seed)
+        passing = self.residence.moments_pass
+        self.optimizer = adamw(self.parameters, config.optimization, config.seed, passing)
         self.state = EngineState(
             self.wrapped, self.parameters, self.kept, self.optimizer, self.base
         )
         static = bool(getattr(model, "same_every_step", False))
-        graph = config.engine.graph, obstacle(device, config.engine.offload, static)
+        graph = config.engine.graph, obstacle(device, self.residence.offloads, static)
         self.graph = StepGraph(self._passes, self.wrapped, self.transport, *graph)
         self.built = building.seconds
 
@@ -126,7 +129,7 @@ class FsdpEngine(Engine):
 
     def _initialize(self) -> Start | None:
         """Fill this rank's shards; returns where their rows came from."""
-        materialize(self.model, "cpu" if self.config.engine.offload else self.device)
+        materialize(self.model, "cpu" if self.residence.masters else self.device)
         start: Start = self.model.start(self.config.seed)  # type: ignore[operator]
         rows = partial(own_rows, shards=self.shards, part=self.part)
         self.agreed(lambda: fill(self.model, start, rows, local, skip=self.base.names))

@@ -15,8 +15,8 @@ from zpp_lab.engines.fsdp.kept import Kept, on_ranks
 from zpp_lab.engines.fsdp.wrap import Wrapped
 from zpp_lab.engines.optim.build import (
     AdamW,
+    begin,
     check_state,
-    guarded_step,
     optimizer_state,
     zero_state,
 )
@@ -48,6 +48,7 @@ class EngineState:
         each once: clipped by `factor`, and unchanged where `ok` is false on the device."""
         found = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
         self.optimizer.zero_grad(set_to_none=True)
+        change = begin(self.optimizer, ok, step)
 
         def update(names: Iterable[str]) -> None:
             own = {name: found.pop(name) for name in names if name in found}
@@ -58,7 +59,7 @@ class EngineState:
                 torch._foreach_mul_(grads, factor.to(grads[0].device))
             for name, grad in own.items():
                 self.parameters[name].grad = grad
-            guarded_step(self.optimizer, ok, step)
+            change([self.parameters[name] for name in own])
             for name in own:
                 self.parameters[name].grad = None
 

@@ -80,6 +80,9 @@ class CompactAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.kind, self.seed, self.host = kind, seed, host
         self.near: dict[Tensor, dict[str, Tensor]] = {}  # of the parameters under way, if `host`
+        self.number = 0  # of the step that `begin` began, as are these two
+        self.ok: Tensor | None = None
+        self.noise: Tensor | None = None
         # Kept from step to step: torch keeps what a stream has freed for that stream alone, so
         # with new ones in every step tens of stages would lie about.
         self.streams: Streams | None = None
@@ -106,58 +109,57 @@ class CompactAdamW(torch.optim.Optimizer):
                 state[moment + SCALE] = _sharded_as(p, made, (p.shape[0], *wide))
         return state
 
-    @torch.no_grad()
     def step(self, closure: None = None, *, number: int = 0, ok: Tensor | None = None) -> None:  # type: ignore[override]
         """Update with the gradients that are there. `number`: of the training step.
         Where `ok` (bool scalar on the parameters' device) is false, nothing changes."""
         assert closure is None
-        trained = {
-            i: [p for p in group["params"] if p.grad is not None]
-            for i, group in enumerate(self.param_groups)
-        }
-        every = [p for ps in trained.values() for p in ps]
+        self.begin(number, ok)
+        self.update([p for group in self.param_groups for p in group["params"]])
+
+    def begin(self, number: int, ok: Tensor | None = None) -> None:
+        """Begin a step, in which `update` takes each parameter once."""
+        self.number, self.ok, self.noise = number, ok, None
+
+    @torch.no_grad()
+    def update(self, some: Iterable[Tensor]) -> None:
+        """Update those of some parameters that have a gradient."""
+        own = {p for p in some if p.grad is not None}
+        trained = [[p for p in group["params"] if p in own] for group in self.param_groups]
+        every = [p for ps in trained for p in ps]
         for p in every:
             if p not in self.state:
                 self.state[p] = self.zero_state(p.detach())
         if not every:
             return
-        if ok is None:
+        if self.ok is None:
             torch._foreach_add_([self.state[p]["step"] for p in every], 1.0)
         else:  # as a list: with one tensor torch would wait for the device
-            done = [ok.to(torch.float32)] * len(every)
+            done = [self.ok.to(torch.float32)] * len(every)
             torch._foreach_add_([self.state[p]["step"] for p in every], done)
-        noise = None
-        if not kernel.serves(local(every[0])):  # one strip; rows read it from places of their own
-            noise = row_noise(self.seed, number, SPREAD + self.widest, self.device)
+        if self.noise is None and not kernel.serves(local(every[0])):
+            # one strip; rows read it from places of their own
+            self.noise = row_noise(self.seed, self.number, SPREAD + self.widest, self.device)
         if self.host and self.streams is None:
             self.streams = Streams(self.device)
         streams = self.streams
-        for i, parameters in trained.items():
-            group = self.param_groups[i]
+        for group, parameters in zip(self.param_groups, trained, strict=True):
             if streams is None:
-                self._change(group, parameters, number, noise, ok)
+                self._change(group, parameters)
                 continue
-            for some in together(parameters, self._nbytes, host.STAGE):
-                with streams.next(), self._passing(some):
-                    self._change(group, some, number, noise, ok)
+            for part in together(parameters, self._nbytes, host.STAGE):
+                with streams.next(), self._passing(part):
+                    self._change(group, part)
         if streams is not None:
             streams.join()
 
-    def _change(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        number: int,
-        noise: Tensor | None,
-        ok: Tensor | None,
-    ) -> None:
+    def _change(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Update parameters and the states that `_states` returns; without noise by the kernel."""
-        if noise is None:
-            self._by_kernel(group, parameters, number, ok)
+        if self.noise is None:
+            self._by_kernel(group, parameters)
             return
-        blocks = self._row_blocks(group, parameters, noise)
+        blocks = self._row_blocks(group, parameters, self.noise)
         for batch in together(blocks, lambda block: block.weight.numel(), BATCH):
-            _update(batch, ok)
+            _update(batch, self.ok)
 
     @contextmanager
     def _passing(self, parameters: list[Tensor]) -> Iterator[None]:
@@ -180,9 +182,7 @@ class CompactAdamW(torch.optim.Optimizer):
     def _nbytes(self, p: Tensor) -> int:
         return sum(v.nbytes for v in self._states(p).values())
 
-    def _by_kernel(
-        self, group: dict[str, Any], parameters: list[Tensor], number: int, ok: Tensor | None
-    ) -> None:
+    def _by_kernel(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Launch the kernel once for the parameters with one kind of moments."""
         same: dict[StateKind, list[Tensor]] = defaultdict(list)
         for p in parameters:
@@ -196,8 +196,8 @@ class CompactAdamW(torch.optim.Optimizer):
                 [self.offsets[p] for p in some],
                 group,
                 *self._corrections(group, some),
-                noise_key(self.seed, number),
-                ok,
+                noise_key(self.seed, self.number),
+                self.ok,
             )
 
     def _corrections(

@@ -8,7 +8,7 @@ rates and a run resumes with its config's.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,14 +27,16 @@ Parameters = Mapping[str, nn.Parameter]  # by name
 OptimizerState = dict[str, dict[str, Tensor]]  # {key: {parameter name: tensor}}
 
 
-def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int = 0) -> AdamW:
+def adamw(
+    parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int = 0, host: bool = False
+) -> AdamW:
     """Build AdamW with weight decay on matrices only (norms and biases have one dimension), and a
     rate of its own for projections into the residual stream (train.residual_lr).
 
     With states in fp32 torch's own, on a GPU the fused one; of DTensors their shards alone are
-    updated. `guarded_step` can hold back the fused one and ours without asking the host. `seed`: of
-    the rounding of smaller states. ValueError when there is nothing to train, or no such
-    projection.
+    updated. `begin` can hold back the fused one and ours without asking the host. `seed`: of the
+    rounding of smaller states, which `host` keeps in host memory. ValueError when there is
+    nothing to train, or no such projection.
     """
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if not trained:
@@ -45,7 +47,6 @@ def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int 
     assert train.beta2_tokens is None, "tokens a step are known to Config.optimization"
     betas = (train.beta1, train.beta2)
     if train.optimizer_state != "fp32":
-        host = train.optimizer_place == "host"
         settings = (train.optimizer_state, seed, train.lr, betas, train.eps)
         return CompactAdamW(groups, *settings, host=host)
     every = list(trained.values())
@@ -99,12 +100,14 @@ def update(optimizer: AdamW, number: int, ok: Tensor | None = None) -> None:
     optimizer.step()
 
 
-def guarded_step(optimizer: AdamW, ok: Tensor, number: int = 0) -> None:
-    """Do `update` unless `ok` is false. Where weights lie on the CPU the host asks."""
-    if on_device(optimizer):
-        update(optimizer, number, ok)
-    elif bool(ok):
-        update(optimizer, number)
+def begin(optimizer: AdamW, ok: Tensor, number: int) -> Callable[[Iterable[Tensor]], None]:
+    """Begin step `number` of shards; returns what updates some parameters, each once, or nothing
+    where `ok` is false. Where weights lie on the CPU the host asks."""
+    assert isinstance(optimizer, CompactAdamW | ShardAdamW)
+    if not on_device(optimizer) and not bool(ok):
+        return lambda some: None
+    optimizer.begin(number, ok if on_device(optimizer) else None)
+    return optimizer.update
 
 
 def on_device(optimizer: AdamW) -> bool:

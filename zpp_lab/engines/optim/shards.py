@@ -11,6 +11,7 @@ imported it there are none, as in the virtual engine and in `zpp-lab plan`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -45,11 +46,22 @@ class ShardAdamW(torch.optim.AdamW):
         step = torch.zeros((), device=p.device if self.defaults["fused"] else "cpu")
         return {"step": step} | {key: torch.zeros_like(p) for key in MOMENTS}
 
-    @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None
+        self.update([p for group in self.param_groups for p in group["params"]])
+
+    def begin(self, number: int, ok: Tensor | None = None) -> None:
+        """Begin a step, in which `update` takes each parameter once. Where `ok`, a bool scalar on
+        the device of fused updates, is false, nothing changes."""
+        self.grad_scale = None
+        self.found_inf = None if ok is None else (~ok).float()
+
+    @torch.no_grad()
+    def update(self, some: Iterable[Tensor]) -> None:
+        """Update those of some parameters that have a gradient."""
+        own = {p for p in some if p.grad is not None}
         for group in self.param_groups:
-            trained = [p for p in group["params"] if p.grad is not None]
+            trained = [p for p in group["params"] if p in own]
             if trained:
                 self._update(group, trained)
 

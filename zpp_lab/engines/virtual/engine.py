@@ -29,6 +29,7 @@ from zpp_lab.collectives.context import Memories
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.plan import Bytes, PassUse, Plan, StepUse, add_bytes, plans_by_step
 from zpp_lab.collectives.recipe import DTYPES
+from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import BACKWARD, FORWARD, ROLLOUT, UPDATE, WIRES, Wire
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
@@ -71,7 +72,8 @@ class VirtualEngine(Engine):
         for name, p in live.items():
             self.master[name].requires_grad_(p.requires_grad)
             p.data = p.data.to(DTYPES[config.train.param_dtype])
-        self.optimizer = adamw(self.master, config.optimization, config.seed)
+        passing = Residence.of(config).moments_pass
+        self.optimizer = adamw(self.master, config.optimization, config.seed, passing)
         self.usage = Usage(with_root(model, named_units(model, config.engine.blocks_per_unit)))
         self.used: dict[int, PassUse] = {}  # the last step's micro-steps, the same on all ranks
         self.reduced: list[frozenset[str]] = []  # who had a gradient in its reductions

@@ -19,6 +19,7 @@ from rich.table import Table
 from zpp_lab.collectives.plan import Plan
 from zpp_lab.config.compose import compose
 from zpp_lab.config.load import load
+from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config, RecipeConfig
 from zpp_lab.config.wires import INTER, INTRA
 from zpp_lab.engines.build import build_plan, vocabulary
@@ -190,14 +191,14 @@ def advise(outlook: Outlook) -> Iterator[Advice]:
         if outlook.fits:
             return
     config = outlook.config
-    if config.train.optimizer_state != "fp32" and not config.engine.offload:
+    if config.train.optimizer_state != "fp32" and not Residence.of(config).offloads:
         moved = ("train.optimizer_place=host",)
         tried = _with(outlook, moved)
         if tried.fits:
             yield Advice(moved, tried)
             return
     offloaded = ("engine.offload=true",)
-    spared = not config.engine.offload and not config.model.lora.on
+    spared = not Residence.of(config).offloads and not config.model.lora.on
     if spared:
         yield Advice(offloaded, _with(outlook, offloaded))
     more = _more_ranks(outlook)

@@ -23,6 +23,7 @@ from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.codecs.layout import Parameter
 from zpp_lab.collectives.plan import Plan, UnitPlan
 from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import INTRA
 from zpp_lab.engines.build import plan_of, vocabulary
@@ -135,7 +136,7 @@ class _Rank:
 
     def __init__(self, plan: Plan, config: Config, acts: Acts, heldout: Acts) -> None:
         self.plan, self.config, self.acts, self.heldout = plan, config, acts, heldout
-        recipe = plan.recipe
+        recipe, self.residence = plan.recipe, Residence.of(config)
         self.weight, self.grad = recipe.weights_dtype.itemsize, recipe.grads_dtype.itemsize
         self.untouched = is_untouched(plan, config.engine.ordered)
         self.buffers, self.kernels = Buffers(plan, config), kernels_serve(config)
@@ -159,7 +160,7 @@ class _Rank:
     def state(self) -> list[Item]:
         every = [p for u in self.plan.units for p in u.unit.parameters if not _stored(u, p)]
         trained = [p for u in self.plan.units for p in _trained(u)]
-        place: Literal["gpu", "host"] = "host" if self.config.engine.offload else "gpu"
+        place: Literal["gpu", "host"] = "host" if self.residence.masters else "gpu"
         return [
             Item("master weights, fp32", always(shard_bytes(every)), place),
             Item("frozen base, encoded", always(sum(u.stored.nbytes for u in self.plan.units))),
@@ -245,7 +246,7 @@ class _Rank:
         if not self.kernels:
             groups = [sum(segments[i].numel for i in group) for group in unit.update.groups]
             most += 3 * FP32 * recipe.cluster.nodes * max(groups, default=0)
-        return most + (FP32 * numel if self.config.engine.offload else 0)
+        return most + (FP32 * numel if self.residence.masters else 0)
 
     def _moments(
         self, trained: list[Parameter], kind: StateKind, place: Literal["gpu", "host"]
@@ -253,7 +254,7 @@ class _Rank:
         """Count AdamW's moments; those in host memory pass the GPU, a stage in each stream."""
         nbytes = optimizer_bytes(trained, kind)
         name = f"optimizer state, {kind}"
-        if self.config.train.optimizer_place == "device":
+        if not self.residence.moments_pass:
             return [Item(name, always(nbytes), place)]
         stage = max(STAGE, max(optimizer_bytes([p], kind) for p in trained))
         pinned = sum(pinned_state_bytes(_shard(p), kind) for p in trained)
@@ -352,7 +353,7 @@ class _Rank:
     def _reductions(self) -> dict[Moment, int]:
         """Count the reduction that is encoded, and of the one before it what travels, or also its
         input, not freed yet."""
-        waits = self.plan.recipe.cluster.world == 1 or self.config.engine.offload
+        waits = self.plan.recipe.cluster.world == 1 or self.residence.gradients
         before = 0 if waits else self.buffers.travelling(self.unit)
         held = self._held(self.unit) + before
         block, root = self._reduction(self.unit), self._reduction(self.root) + before
@@ -406,7 +407,7 @@ class _Rank:
         ours = not self.kernels and self.config.train.optimizer_state != "fp32"
         updating = SCRATCH * min(BATCH, sum(shards)) if ours else 0  # AdamW in plain torch
         norm = max(square_bytes(shards, self.kernels), updating)
-        if self.config.engine.offload:
+        if self.residence.offloads:
             norm = 0
         return [
             Item("activations", self._activations()),

@@ -82,7 +82,7 @@ class QuickStart(FsdpEngine):
     """Our engine with drawn weights."""
 
     def _initialize(self) -> None:
-        draw(self.model, "cpu" if self.config.engine.offload else self.device)
+        draw(self.model, "cpu" if self.residence.masters else self.device)
 
 
 class Through:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 
 from zpp_lab.collectives.plan import Plan, UnitPlan
 from zpp_lab.collectives.recipe import quantizes_any
+from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import BACKWARD, FORWARD, UPDATE, Wire
 from zpp_lab.engines.build import plan_of, vocabulary
@@ -149,7 +150,7 @@ def replays(config: Config, own_loop: bool = True) -> bool:
     of FSDP2's own has one only where it is asked for."""
     engine = config.engine
     wanted = engine.graph is True or (engine.graph == "auto" and own_loop)
-    return wanted and engine.device != "cpu" and not engine.offload
+    return wanted and engine.device != "cpu" and not Residence.of(config).offloads
 
 
 def predict(
@@ -184,9 +185,10 @@ def _check(config: Config, link_gbps: float | None) -> None:
         )
     if config.engine.name == "deepspeed":
         raise ValueError("engine=deepspeed has no cost model: predict engine=fsdp")
-    if config.engine.offload:
+    residence = Residence.of(config)
+    if residence.offloads:
         raise ValueError("engine.offload=true has no figures: predict engine.offload=false")
-    if config.train.optimizer_place == "host":
+    if residence.moments:
         raise ValueError(
             "train.optimizer_place=host has no figures: predict train.optimizer_place=device"
         )
