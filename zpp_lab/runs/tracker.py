@@ -100,9 +100,12 @@ class Progress:
         self.stream.flush()
 
     def _line(self, record: dict[str, Any], now: float) -> str:
-        parts = [self.label, f"step {self._step}/{self.total}", f"loss {record['loss']:.4f}"]
+        parts = [self.label, f"step {self._step}/{self.total}"]
+        rl = record.get("rl")  # whose loss says nothing
+        parts.append(f"reward {rl['reward']:.3f}" if rl else f"loss {record['loss']:.4f}")
         if self._heldout is not None:
-            parts.append(f"held-out {self._heldout:.4f}")
+            known = f"success {1 - self._heldout:.1%}" if rl else f"{self._heldout:.4f}"
+            parts.append(f"held-out {known}")
         parts += [self._speed(record["tokens"], now), *_measured(record), self._eta(now)]
         return "  ".join(part for part in parts if part)
 

@@ -32,8 +32,8 @@ def margin_nats(result: StudyResult) -> str:
 
 
 def in_failures(study: StudyConfig, text: str) -> str:
-    """Return a page's text with the unit of a study of rewards (`points`): the numbers are shares
-    of failures, 0.01 for a point of success."""
+    """Return a text with the unit of a study of rewards (`points`): its numbers are shares of
+    failures, 0.01 for a point of success."""
     if study.points is None:
         return text
     for nats, failures in _UNITS.items():
@@ -41,14 +41,24 @@ def in_failures(study: StudyConfig, text: str) -> str:
     return text
 
 
-_UNITS = {
-    "in nats a token": "in failures a completion (0.01: a point)",
-    "nats per token": "failures per completion",
+_UNITS = {  # in this order
+    "in nats a token": "in failures a completion (0.01: a point of success)",
+    "Loss (nats per token)": "Failures per completion",
+    "nats per token": "failures per completion; 0.01 is a point",
+    "nats a token of the loss": "of the failures",
     "nats a token": "failures a completion",
     "(nats)": "(failures)",
     " nats": "",
     "eld-out loss": "eld-out failures",
+    "raining loss": "raining failures",
+    "Loss over": "Failures over",
+    "one's loss is higher": "one fails more often",
+    "its loss is lower than": "it fails less often than",
+    "losses over fewer than": "completions for fewer than",
+    "losses by document": "failures by prompt",
+    "held-out tokens": "held-out completions",
     "held-out documents": "held-out prompts",
+    "from the documents": "from the prompts",
 }
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.train.rl.test_runs import SMALL
 from zpp_lab.config.compose import compose
 from zpp_lab.config.study import ArmConfig, StudyConfig
+from zpp_lab.runs.reader import read_metrics
 from zpp_lab.study.judge.verdict import read_result
+from zpp_lab.study.report.figures.curves import run_curves
 from zpp_lab.study.report.report import build_report
 from zpp_lab.train.trainer import run
 
@@ -36,7 +39,16 @@ def test_a_study_of_rewards_is_judged_in_points(tmp_path: Path) -> None:
     gaps = {arm.name: len(arm.gaps) for arm in result.arms}
     assert gaps["r4"] == 2
     report = build_report(tmp_path, study)
-    text = report.markdown.read_text()
-    assert "5 points of success" in text
-    assert "nats" not in text
-    assert "failures" in text
+    pictures = [p for p in report.figures if p.suffix == ".svg"]
+    assert {"gap.svg", "gap_steps.svg", "loss.svg"} <= {p.name for p in pictures}
+    texts = [p.read_text() for p in (report.html, report.markdown, report.latex, *pictures)]
+    for text in [*texts, report.table]:
+        assert not re.search(r"\bnats\b", text)
+        assert "erplexity" not in text
+    for text in (report.markdown.read_text(), report.latex.read_text(), report.table):
+        assert "5 points of success" in text
+        assert "failures" in text
+    curve = run_curves(result.arms[0].runs[1])
+    rows = read_metrics(result.arms[0].runs[1].dir)
+    assert curve.training[1] == 1 - rows[0]["rl"]["success"]
+    assert curve.heldout[2] == rows[1]["heldout_loss"]

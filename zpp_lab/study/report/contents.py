@@ -256,7 +256,9 @@ def arm_table(result: StudyResult, root: Path) -> Table:
     """Return what the figure of gaps does not show, for the page alone."""
     describe = any(arm.arm.describe for arm in result.every)
     columns = words("Arm", "Verdict", *["What it does"] * describe)
-    columns += numbers("Held-out loss", "Perplexity", "Bytes, all links", "Seeds")
+    found = verdict_rows(result)
+    shown = [n for n in ("Held-out loss", "Perplexity", "Bytes", "Seeds") if n in found[0]]
+    columns += numbers(*("Bytes, all links" if name == "Bytes" else name for name in shown))
     columns.append(Column("Runs", "links"))
     rows = [
         Row(
@@ -264,12 +266,12 @@ def arm_table(result: StudyResult, root: Path) -> Table:
                 arm.name,
                 Badge(arm.verdict, arm.verdict, arm.note),
                 *([arm.arm.describe or NOTHING] if describe else []),
-                *(cells[name] for name in ("Held-out loss", "Perplexity", "Bytes", "Seeds")),
+                *(cells[name] for name in shown),
                 run_links(root, arm.runs),
             ],
             arm.name,
         )
-        for arm, cells in zip(result.ranked, verdict_rows(result), strict=True)
+        for arm, cells in zip(result.ranked, found, strict=True)
     ]
     return Table("verdicts", "What each arm does", columns, rows, page_only=True)
 

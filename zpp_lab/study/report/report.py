@@ -92,13 +92,13 @@ def build_report(
         document = study_document(found, draw(found))
         caption = f"{result.study.question} {margin_line(result)}"
         table, console = verdict_table(result), console_table(result)
-    paper_table = latex(table, caption, result.study.name)
-    texts = {"results.csv": results_csv(result), "report.tex": paper_table}
     in_unit = partial(in_failures, result.study)
+    paper_table = in_unit(latex(table, caption, result.study.name))
+    texts = {"results.csv": results_csv(result), "report.tex": paper_table}
     drawn = _write(root, document, texts, (*NAMES, *SPEED_NAMES, TRIALS), in_unit)
     page, text = root / "report.html", root / "report.md"
     data, paper = root / "results.csv", root / "report.tex"
-    return Report(page, text, data, paper, drawn, console)
+    return Report(page, text, data, paper, drawn, in_unit(console))
 
 
 def build_speed_report(path: Path, predict: Predict | None = None) -> SpeedReport:
@@ -130,9 +130,9 @@ def _write(
     in_unit: Callable[[str], str] = str,
 ) -> list[Path]:
     """Write the files, remove old pictures of `known` names; returns the pictures. in_unit: gives
-    a page's text the study's unit."""
+    a text the study's unit."""
     for name, text in {**texts, "report.md": in_unit(markdown(document))}.items():
         write_atomic(root / name, text)
-    drawn = write_pictures(root / "figures", document.figures, known)
+    drawn = write_pictures(root / "figures", document.figures, known, in_unit)
     write_atomic(root / "report.html", in_unit(html(document)))
     return drawn

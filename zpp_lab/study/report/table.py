@@ -96,8 +96,10 @@ def _csv_row(arm: ArmResult, seed: int, run: Run) -> dict[str, Any]:
 def verdict_rows(result: StudyResult) -> list[dict[str, str]]:
     """Return the verdict table's cells as text, one row an arm, as `ranked`. The keys are COLUMNS,
     with one seed BAND_COLUMN after the gap, READOUT after it where runs have one, and QUANTIZED
-    after the bytes where runs tell it (older ones do not)."""
+    after the bytes where runs tell it (older ones do not). Failures have no perplexity."""
     rows = [dict(zip(COLUMNS, _cells(result, arm), strict=True)) for arm in result.ranked]
+    if result.study.points is not None:
+        rows = [{k: v for k, v in row.items() if k != "Perplexity"} for row in rows]
     readouts = [gap_cell(result.readout_gap(arm)) for arm in result.ranked]
     if any(cell != NOTHING for cell in readouts):
         pairs = zip(rows, readouts, strict=True)

@@ -250,7 +250,8 @@ def _page(watch: Watch) -> Group:
 
 def _table(study: StudyConfig, states: Sequence[RunState]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("Arm", "Finished", "Now", "Held-out loss", "Other outcomes"):
+    read = "Held-out loss" if study.points is None else "Held-out failures"
+    for name in ("Arm", "Finished", "Now", read, "Other outcomes"):
         table.add_column(name, overflow="fold")
     for arm in study.arms:
         own = [s for s in states if s.arm == arm.name]

@@ -29,7 +29,8 @@ Points = dict[int, float]  # step → value
 
 @dataclass
 class RunCurves:
-    """One run's series by step. Values that are not finite are left out."""
+    """One run's series by step. Values that are not finite are left out. Of a run with rewards both
+    are shares of failures: its loss says nothing of success."""
 
     training: Points = field(default_factory=dict)  # smoothed losses, nats per token
     heldout: Points = field(default_factory=dict)  # nats per token
@@ -130,7 +131,9 @@ def run_curves(run: Run) -> RunCurves:
     """Return the series of one run's metrics.jsonl."""
     curves = RunCurves()
     rows = read_metrics(run.dir)
-    losses = np.array([row["loss"] for row in rows], dtype=np.float64)
+    losses = np.array(
+        [1 - row["rl"]["success"] if "rl" in row else row["loss"] for row in rows], np.float64
+    )
     smoothed = smooth(losses, window=max(1, len(rows) // 40)).tolist() if rows else []
     curves.training = {
         row["step"]: v for row, v in zip(rows, smoothed, strict=True) if math.isfinite(v)

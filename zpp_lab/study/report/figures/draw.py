@@ -6,6 +6,7 @@ seeds and no front, so its caption speaks of none.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -244,8 +245,14 @@ def _telemetry(steps: Sequence[Row], measure: str, style: Style) -> Spec:
     return telemetry_figure(shown, measure, style) if shown else {}
 
 
-def write_pictures(folder: Path, figures: Sequence[Figure], known: Sequence[str]) -> list[Path]:
-    """Write every figure into `folder`; remove others of `known` that lie there."""
+def write_pictures(
+    folder: Path,
+    figures: Sequence[Figure],
+    known: Sequence[str],
+    in_unit: Callable[[str], str] = str,
+) -> list[Path]:
+    """Write every figure into `folder`; remove others of `known` that lie there. in_unit: gives a
+    text the study's unit."""
     folder.mkdir(exist_ok=True)
     made = {figure.name for figure in figures}
     for name in set(known) - made:
@@ -253,9 +260,8 @@ def write_pictures(folder: Path, figures: Sequence[Figure], known: Sequence[str]
             (folder / f"{name}{suffix}").unlink(missing_ok=True)
     paths = []
     for figure in figures:
-        svg = vl_convert.vegalite_to_svg(
-            figure.spec | {"padding": ROOM}, vl_version=vegalite_version()
-        )
+        spec = in_unit(json.dumps(figure.spec | {"padding": ROOM}, ensure_ascii=False))
+        svg = vl_convert.vegalite_to_svg(spec, vl_version=vegalite_version())
         write_atomic(folder / f"{figure.name}.svg", _UNREAD.sub("", svg))
         (folder / f"{figure.name}.pdf").write_bytes(vl_convert.svg_to_pdf(svg))
         paths += [folder / f"{figure.name}{suffix}" for suffix in SUFFIXES]
