@@ -32,6 +32,7 @@ from zpp_lab.collectives.transport import ProcessGroups, Transport
 from zpp_lab.collectives.watchdog import CollectiveError, Watchdog
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, Config
+from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.fsdp.engine import FsdpEngine
 
@@ -99,7 +100,9 @@ class Runs:
             if step == EVALUATED:
                 heldout = [batch(999, i, 0) for i in range(engine.cluster.world + 1)]
                 done.append([engine.evaluate(step, heldout, wire) for wire in (True, False)])
-            result = engine.step(step, 1e-2, partial(batches, step), step == TELEMETRY)
+            ahead = partial(batches, step + 1)  # in vain where something comes between
+            telemetry = step == TELEMETRY
+            result = engine.step(step, 1e-2, partial(batches, step), telemetry, ahead)
             done.append((result.loss, result.grad_norm, dict(result.bytes), result.telemetry))
         return done
 
@@ -204,6 +207,26 @@ def fails(
     return [every, same, engine.graph.replays, engine.graph.on]
 
 
+def not_finite(runs: Runs, config: Config) -> list[Any]:
+    """A rate that ruins the weights: whether the error that follows, and what it leaves, equal
+    those of eager steps, though a step more was launched; replays."""
+    said, left, replays = [], [], 0
+    for graph in ("auto", False):
+        engine = runs.engine(config, graph)
+        runs.steps(engine, 0, 5)
+        try:
+            for step in range(5, 9):
+                given = (partial(batch, step + i) for i in range(2))
+                engine.step(step, 1e30 if step == 5 else 1e-2, next(given), False, next(given))
+        except NonFiniteError as error:
+            said.append(f"{error.step} {error}")
+        left.append(kept(engine))
+        replays += engine.graph.replays
+        engine.graph.drop()
+    assert len(said) == 2
+    return [said[0] == said[1] and not differs(([], [], left[0]), ([], [], left[1])), replays]
+
+
 def often(runs: Runs, config: Config, every: int) -> int:
     """Replays of twelve steps with telemetry in each so many."""
     engine = runs.engine(config, "auto")
@@ -220,6 +243,8 @@ def hindered(nodes: int, local: int) -> dict[str, Any]:
     with faked() as fake:
         runs = Runs(transport, torch.device("cpu"))
         found: dict[str, Any] = {"one rank differs": one_rank_differs(runs, config)}
+        found["one rank differs ahead"] = one_rank_differs(runs, made("zeropp", nodes, local))
+        found["not finite"] = not_finite(runs, made("zeropp", nodes, local))
         for at in ("forward", "backward", "end", "transfer"):
             found[at] = fails(runs, config, at, fake=fake)
         found["wanted"] = fails(runs, config, "end", True, fake)

@@ -20,7 +20,15 @@ import torch.distributed as dist
 from torch.utils import deterministic
 
 from tests.engines import graphed_jobs
-from tests.engines.graph_jobs import NAMES, Runs, equal, fails, made, one_rank_differs
+from tests.engines.graph_jobs import (
+    NAMES,
+    Runs,
+    equal,
+    fails,
+    made,
+    not_finite,
+    one_rank_differs,
+)
 from zpp_lab.api import init
 from zpp_lab.collectives.peer.choose import Choice, connect
 from zpp_lab.collectives.recipe import Recipe
@@ -38,6 +46,7 @@ WORLDS: list[tuple[int, int, Choice, Sequence[str]]] = [
     (2, 1, "peer", BETWEEN),
 ]
 FAILS = ("alone", "forward", "backward")
+ALONE = ("one rank differs", "one rank differs ahead", "not finite")
 GRAPHED = ("drawn", "residual", "differences")  # of tests/engines/graphed_jobs.py
 
 
@@ -59,7 +68,7 @@ def names() -> list[str]:
         for case in some
         if fits(case, nodes, local)
     ]
-    return [*cases, *FAILS, "one rank differs", *(f"graphed {name}" for name in GRAPHED)]
+    return [*cases, *FAILS, *ALONE, *(f"graphed {name}" for name in GRAPHED)]
 
 
 def main() -> None:
@@ -84,7 +93,10 @@ def main() -> None:
                 keep(f"{case} on {nodes}x{local} {choice}", job)
         if (nodes, choice) == (2, "groups"):
             config = made("residual_differences", nodes, local, device="cuda")
-            keep("one rank differs", partial(one_rank_differs, runs, config))
+            usual = made("zeropp", nodes, local, device="cuda")
+            keep(ALONE[0], partial(one_rank_differs, runs, config))
+            keep(ALONE[1], partial(one_rank_differs, runs, usual))
+            keep(ALONE[2], partial(not_finite, runs, usual))
             for at in FAILS:
                 keep(at, partial(fails, runs, config, at))
     for name in GRAPHED:

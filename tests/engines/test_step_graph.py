@@ -62,10 +62,14 @@ def test_a_transfer_of_a_graph_that_does_not_end_is_named() -> None:
     transfers.begin()
     for label in ("weights_forward of unit a", "grads_intra of unit b"):
         transfers.mark(label)
-    for done, named in ((2, "the step's kernels"), (1, "grads_intra of unit b")):
-        transfers.start(transfers.labels)
-        transfers.seen[:done] = transfers.replays
-        assert str(transfers) == named
+    replays = [transfers.start(transfers.labels) for _ in range(2)]  # one behind the other
+    transfers.seen[:] = 1
+    assert [str(replay) for replay in replays] == [
+        "the step's kernels",
+        "weights_forward of unit a",
+    ]
+    transfers.seen[:1] = 2
+    assert [str(replay) for replay in replays] == ["the step's kernels", "grads_intra of unit b"]
 
 
 def test_a_capture_has_no_transfers_of_its_own_in_flight() -> None:

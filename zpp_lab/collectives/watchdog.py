@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from weakref import WeakSet
 
@@ -57,13 +58,24 @@ class GraphTransfers:
             self.labels.append(label)
             self.seen[place : place + 1].copy_(self.number, non_blocking=True)
 
-    def start(self, labels: list[object]) -> None:
-        """A replay of the graph with these transfers is about to begin."""
-        self.labels, self.replays = labels, self.replays + 1
+    def start(self, labels: list[object]) -> Replay:
+        """A replay of the graph with these transfers is about to begin; the one before may not
+        have ended. Its name is the first transfer that has not."""
+        self.replays += 1
+        return Replay(self.seen, labels, self.replays)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One replay of a graph: which numbers its transfers leave in `seen`."""
+
+    seen: torch.Tensor
+    labels: list[object]
+    number: int
 
     def __str__(self) -> str:
         done = self.seen[: len(self.labels)].tolist()
-        waits = (str(x) for x, n in zip(self.labels, done, strict=True) if n < self.replays)
+        waits = (str(x) for x, n in zip(self.labels, done, strict=False) if n < self.number)
         return next(waits, "the step's kernels")
 
 

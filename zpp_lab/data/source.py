@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ class TextSource:
 
     config: Config
     data: TokenData | PackedData
+    ahead: ClassVar[bool] = True  # whether a step's batches are known before the step before ends
 
     def step(self, step: int) -> Callable[[int, int], Batch]:
         """Return (rank, micro-step) → the batch of one step, which counts from 0."""

@@ -49,8 +49,17 @@ class Engine(Protocol):
     plans: Mapping[int, Plan]  # of every phase, by the steps done when it begins
     built: dict[str, float]  # seconds of what building it consisted of, where it is known
 
-    def step(self, step: int, lr: float, batches: Batches, telemetry: bool) -> StepResult:
-        """One optimizer step; NonFiniteError before any weight or memory has changed."""
+    def step(
+        self,
+        step: int,
+        lr: float,
+        batches: Batches,
+        telemetry: bool,
+        ahead: Batches | None = None,
+    ) -> StepResult:
+        """One optimizer step; NonFiniteError before any weight or memory has changed. `ahead`: the
+        batches of the next step, if it is a usual one without telemetry and nothing else is likely
+        to be asked for before; an engine may begin it."""
         ...
 
     def enter(self, done: int) -> None:

@@ -199,7 +199,7 @@ class Trainer:
             passed = time.perf_counter() - began
             if self.step > first:  # the first step here compiles, and says nothing of the next
                 longest = max(longest, passed)
-            if self._due(self.train.eval_every):
+            if self._due(self.train.eval_every, self.step):
                 record |= self.readout.evaluate(self.step)
                 evaluation = max(evaluation, time.perf_counter() - began - passed)
             seconds += time.perf_counter() - began
@@ -207,7 +207,7 @@ class Trainer:
             if tracker is not None:
                 tracker.log(record)
             self._look_at_losses(record, result)
-            if self._saves():
+            if self._saves(self.step):
                 self._save(engine, tracker)
         over = self.step < self.train.steps or self.signals.came  # also in the last step
         if self.saved < self.step and over:
@@ -234,10 +234,10 @@ class Trainer:
         own = numel // engine.plan.recipe.shards if self.config.engine.name == "fsdp" else numel
         return max(self.checkpoints.took, writing_seconds(own, self.train.optimizer_state))
 
-    def _saves(self) -> bool:
-        if self.step == self.train.steps:
+    def _saves(self, done: int) -> bool:
+        if done == self.train.steps:
             return self.train.keep_checkpoints > 0
-        return self._due(self.train.checkpoint_every)
+        return self._due(self.train.checkpoint_every, done)
 
     def _save(self, engine: Engine, tracker: Tracker | None, to_go_on: bool = False) -> None:
         if tracker is not None:
@@ -256,12 +256,10 @@ class Trainer:
         tracker.pause()
         return {"outcome": UNFINISHED, "step": self.step}
 
-    def _due(self, every: int) -> bool:
-        return self.step == self.train.steps or (every > 0 and self.step % every == 0)
+    def _due(self, every: int, done: int) -> bool:
+        return done == self.train.steps or (every > 0 and done % every == 0)
 
     def _step(self, engine: Engine, source: Source, tracker: Tracker | None) -> StepResult:
-        every = self.config.tracking.telemetry_every
-        telemetry = every > 0 and (self.step == 0 or (self.step + 1) % every == 0)
         lr = learning_rate(self.step, self.train)
         passes = self.config.cluster.world * self.train.micro_steps
 
@@ -269,8 +267,17 @@ class Trainer:
             if tracker is not None and not self.config.engine.ranked:
                 tracker.passing(count, passes)
 
-        batches = self.meter.timed(source.step(self.step), begun)
-        return engine.step(self.step, lr, batches, telemetry)
+        step, ahead = self.step, None
+        batches = self.meter.timed(source.step(step), begun)
+        between = self._saves(step + 1) or self._due(self.train.eval_every, step + 1)
+        if source.ahead and not between and not self._looks(step + 1):
+            ahead = self.meter.timed(source.step(step + 1), begun)
+        return engine.step(step, lr, batches, self._looks(step), ahead)
+
+    def _looks(self, step: int) -> bool:
+        """Whether this step has telemetry."""
+        every = self.config.tracking.telemetry_every
+        return every > 0 and (step == 0 or (step + 1) % every == 0)
 
     def _compiled(self) -> dict[str, float]:
         """Return the seconds that the compiler has taken so far, wherever they fell."""

@@ -196,7 +196,14 @@ class DeepSpeedEngine(Engine):
 
     # ------------------------------------------------------------------ one step
 
-    def step(self, step: int, lr: float, batches: Batches, telemetry: bool) -> StepResult:
+    def step(
+        self,
+        step: int,
+        lr: float,
+        batches: Batches,
+        telemetry: bool,
+        ahead: Batches | None = None,
+    ) -> StepResult:
         """Take one optimizer step. With fp16 a step whose scaled gradient overflowed changes no
         weight and has an infinite norm; DeepSpeed halves its loss scale."""
         set_rate(self.optimizer, lr)

@@ -6,13 +6,14 @@ by rank, losses micro-step by micro-step. Where FSDP2 is left untouched (recipe 
 engine.ordered) the backend's own order decides, and only that differs.
 
 The host waits for the device once a step, at its end, to read the loss and the norm. By then the
-update has been started; a norm that is not finite has held it back on the device.
+update has been started, and where the caller names the next step's batches and it comes from a
+CUDA graph, that step too; a norm that is not finite has held the update back on the device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -32,7 +33,7 @@ from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import Batch, Batches, Engine, StepResult
 from zpp_lab.engines.frozen import mark_all
 from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
-from zpp_lab.engines.fsdp.graph import StepGraph, obstacle
+from zpp_lab.engines.fsdp.graph import Launched, StepGraph, obstacle
 from zpp_lab.engines.fsdp.kept import Kept
 from zpp_lab.engines.fsdp.prefetch import InVain, Laps, Prefetch, Usage
 from zpp_lab.engines.fsdp.rollout import all_agree, rolled_bytes, rolling, rollout_traffic
@@ -120,6 +121,7 @@ class FsdpEngine(Engine):
         static = bool(getattr(model, "same_every_step", False))
         graph = config.engine.graph, obstacle(device, self.residence.offloads, static)
         self.graph = StepGraph(self._passes, self.wrapped, self.transport, *graph)
+        self.launched: Launched | None = None  # the next step, if it is under way
         self.built = building.seconds
 
     def _connect(self) -> Transport:
@@ -151,17 +153,26 @@ class FsdpEngine(Engine):
     def _alone(self) -> None:
         """Prepare for anything but a usual step: a graph's memory, and what its steps have left in
         it, is given back."""
+        self.launched = None  # it has changed nothing that lasts
         self.wrapped.reshard()
         self.graph.interrupt()
 
     # ------------------------------------------------------------------ one step
 
-    def step(self, step: int, lr: float, batches: Batches, telemetry: bool) -> StepResult:
+    def step(
+        self,
+        step: int,
+        lr: float,
+        batches: Batches,
+        telemetry: bool,
+        ahead: Batches | None = None,
+    ) -> StepResult:
         watch = RankWatch(step, self.rank, errors=ErrorSums()) if telemetry else None
         laps = self.laps = Laps()
         self.enter(step)
         self._start(step)
-        own, use = self._gradients(step, batches, watch)
+        gradients = self._gradients(step, batches, watch)
+        own, use = gradients.made
         fell_back = self.wrapped.fallbacks.check(self.config.engine.allow_fallback)
         grads = self._grads()
         sent = self.sent.count(self.plan, use, frozenset(grads), as_planned=not fell_back)
@@ -169,15 +180,19 @@ class FsdpEngine(Engine):
         add_bytes(sent, rolled)
         if watch is None:
             self.graph.note(self.sent.settled)
-        losses, norm = self._totals(own, grads)
+        losses, norm = self._totals(own, grads, gradients.odd)
+        read = self._read(fold_sum(losses.flatten()) / losses.numel(), norm)
         laps.done("norm")
         self._update(step, lr, norm, sent, watch)
         laps.done("update")
-        loss, length = self._read(fold_sum(losses.flatten()) / losses.numel(), norm)
+        if ahead is not None and step + 1 not in self.plans and not self.memories.new:
+            self.launched = self.graph.ahead(step + 1, self._own(ahead))
+        loss, length = read()
         if not math.isfinite(length):
-            if self.graph.misfit():
+            self.launched = None
+            if self.graph.misfit(gradients.odd):
                 self.rolled = rolled
-                return self.step(step, lr, batches, telemetry)
+                return self.step(step, lr, batches, telemetry, ahead)
             self._explain(step, batches)
         self.memories.commit(in_place=self.graph.step is not None)
         errors = None
@@ -188,18 +203,24 @@ class FsdpEngine(Engine):
         laps.done("waiting")
         return StepResult(loss, length, sent, errors, laps.seconds)
 
-    def _gradients(
-        self, step: int, batches: Batches, watch: RankWatch | None
-    ) -> tuple[Tensor, StepUse]:
-        """Forward and backward of every micro-step; this rank's losses, fp64 [micro-steps]."""
-        own = [batches(self.rank, micro) for micro in range(self.plan.micro_steps)]
+    def _gradients(self, step: int, batches: Batches, watch: RankWatch | None) -> Launched:
+        """Forward and backward of every micro-step; this rank's losses, fp64 [micro-steps], and
+        what has been gathered and reduced."""
         if watch is not None:
             self._alone()
-            return self._passes(step, own, watch)
+            return Launched(step, self._passes(step, self._own(batches), watch), "")
+        launched, self.launched = self.launched, None
+        if launched is not None and launched.step == step:
+            self.graph.put_back()
+            return launched
         if not self.graph.ready or not self.memories.steady(step):
-            return self.graph.eager(step, own)
+            return Launched(step, self.graph.eager(step, self._own(batches)), "")
         self.memories.start(step)
-        return self.graph.replay(step, own)
+        return self.graph.replay(step, self._own(batches))
+
+    def _own(self, batches: Batches) -> list[Batch]:
+        """This rank's batches of a step."""
+        return [batches(self.rank, micro) for micro in range(self.plan.micro_steps)]
 
     def _passes(
         self, step: int, batches: Sequence[Batch], watch: RankWatch | None = None
@@ -266,10 +287,10 @@ class FsdpEngine(Engine):
         """This rank's shards of the mean gradient by name, without padding."""
         return {n: local(p.grad) for n, p in self.parameters.items() if p.grad is not None}
 
-    def _totals(self, losses: Tensor, grads: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _totals(self, losses: Tensor, grads: dict[str, Tensor], odd: str) -> tuple[Tensor, Tensor]:
         """Losses fp64 [micro-steps, W], and the norm: alike on all ranks."""
         own = torch.cat((losses, squares(grads, self.plan, self.device).view(1)))
-        if self.graph.odd:
+        if odd:
             own.fill_(math.nan)  # so that no rank updates anything
         every = torch.empty(self.cluster.world, own.numel(), dtype=own.dtype, device=self.device)
         with self.transport.watched("losses and gradient norm (world)", self.device):
@@ -279,11 +300,25 @@ class FsdpEngine(Engine):
             norm = norm + 0 * every[self.shards :, -1].sum()
         return every[:, :-1].t().contiguous(), norm
 
-    def _read(self, *scalars: Tensor) -> list[float]:
-        """The step's one wait for the device, when everything has been started."""
-        with self.transport.watched("the end of the step", torch.device("cpu")):
-            values: list[float] = torch.stack(scalars).tolist()
-        return values
+    def _read(self, *scalars: Tensor) -> Callable[[], list[float]]:
+        """Start to copy scalars; returns the step's one wait for the device, for when everything
+        has been started."""
+        found, copied = torch.stack(scalars), None
+        if found.is_cuda:
+            found = torch.empty_like(found, device="cpu", pin_memory=True).copy_(
+                found, non_blocking=True
+            )
+            copied = torch.cuda.Event()
+            copied.record()
+
+        def read() -> list[float]:
+            with self.transport.watched("the end of the step", torch.device("cpu")):
+                if copied is not None:
+                    copied.synchronize()
+                values: list[float] = found.tolist()
+            return values
+
+        return read
 
     def _update(
         self, step: int, lr: float, norm: Tensor, sent: Bytes, watch: RankWatch | None

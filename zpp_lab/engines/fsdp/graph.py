@@ -112,6 +112,16 @@ class Step:
     remembered: dict[Key, Tensor]  # error-feedback residuals that it writes
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A replay that is under way. made: what the step returns; odd: what of this rank's batch does
+    not fit the captured step, which then computes with the last one that did."""
+
+    step: int
+    made: Any
+    odd: str
+
+
 class StepGraph:
     """Captures and replays `run`, the gradients of a step, for one rank."""
 
@@ -132,7 +142,6 @@ class StepGraph:
         self.fix = "set engine.graph=false"  # what a user does about a failed capture
         self.micros = 0  # micro-steps of a step; 0: one a batch
         self.since, self.lasted = 0, PAYS  # steps since an interruption, and between the last two
-        self.odd = ""  # what of this rank's batch does not fit the step that was replayed
         self.used: set[Any] = set()  # keys of rings that a step uses
         if self.on and torch.cuda.current_stream() == torch.cuda.default_stream():
             # autograd remembers on which stream a gradient is added up: the one of all captures
@@ -188,37 +197,49 @@ class StepGraph:
             self._agree(f"new weights and steps share the memory of {min(shared)}")
         return made
 
-    def replay(self, step: int, batches: Sequence[Batch]) -> Any:
+    def replay(self, step: int, batches: Sequence[Batch]) -> Launched:
         """Run a step from its graph, which is captured if there is none; where that fails on a
         rank, eagerly on all."""
+        if not self._there and not self._capture(step, batches):
+            return Launched(step, self.run(step, batches), "")
+        launched = self._launch(step, batches)
+        self.put_back()
+        return launched
+
+    def ahead(self, step: int, batches: Sequence[Batch]) -> Launched | None:
+        """Launch a step behind the one before, if that was replayed and nothing else will be asked
+        for in between; `put_back` is due when it is its turn."""
+        return self._launch(step, batches) if self.ready and self._there else None
+
+    @property
+    def _there(self) -> bool:
         if self.step is not None and self.step.sizes != self._sizes():
             self.drop()  # another engine has had larger shared buffers made
-        if self.step is None and not self._capture(step, batches):
-            return self.run(step, batches)
+        return self.step is not None
+
+    def _launch(self, step: int, batches: Sequence[Batch]) -> Launched:
         captured = self.step
         assert captured is not None
         found, wanted = _shapes(batches), _shapes(captured.inputs)
-        self.odd = "" if found == wanted else f"a batch of {found} after one of {wanted}"
-        for own, new in zip(captured.inputs, batches, strict=True) if not self.odd else ():
+        odd = "" if found == wanted else f"a batch of {found} after one of {wanted}"
+        for own, new in zip(captured.inputs, batches, strict=True) if not odd else ():
             for mine, batch in zip(own, new, strict=True):
                 pinned = mine.is_cuda and not batch.is_cuda
                 mine.copy_(batch.pin_memory() if pinned else batch, non_blocking=True)
         captured.words.load(step)
-        transfers = self.watchdog.graphs(self.device)
-        transfers.start(captured.labels)
-        with self.watchdog.watch(transfers, self.device, self.transport.rank):
+        replay = self.watchdog.graphs(self.device).start(captured.labels)
+        with self.watchdog.watch(replay, self.device, self.transport.rank):
             captured.graph.replay()
         self.replays += 1
         self._rebase()
-        self._put_back(captured)
-        return captured.made
+        return Launched(step, captured.made, odd)
 
-    def misfit(self) -> bool:
-        """Whether the step has to run again, as some rank's batch did not fit. Every rank asks, of
-        a step whose norm is not finite."""
+    def misfit(self, odd: str) -> bool:
+        """Whether the step has to run again, as some rank's batch did not fit; `odd`: of this
+        rank's. Every rank asks, of a step whose norm is not finite."""
         if self.step is None:
             return False
-        odd, self.odd = self._first(self.odd), ""
+        odd = self._first(odd)
         if odd:
             self.interrupt()
             self.restart()
@@ -312,7 +333,10 @@ class StepGraph:
         if found := self._first(problem):
             raise ValueError(f"no step runs after a failed capture ({found}): {self.fix}")
 
-    def _put_back(self, captured: Step) -> None:
+    def put_back(self) -> None:
+        """Leave behind what the replayed step would have left: gradients, bytes, residuals."""
+        captured = self.step
+        assert captured is not None
         for p, grad in captured.grads:
             p.sharded_param.grad = grad
         units = zip(self.wrapped.installed, captured.sent, captured.reduced, strict=True)

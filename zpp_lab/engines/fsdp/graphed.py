@@ -82,7 +82,7 @@ class Graphed(Generic[T]):
             step = self.wrapped.clock.step
             tensors = [tuple(x.to(loop.device) for x in leaves if isinstance(x, Tensor))]
             if graph.ready and self.wrapped.memories.steady(step):
-                made = graph.replay(step, tensors)
+                made = graph.replay(step, tensors).made
                 if graph.step is not None:
                     self._put_back()
             else:

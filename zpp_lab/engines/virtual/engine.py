@@ -136,7 +136,14 @@ class VirtualEngine(Engine):
 
     # ------------------------------------------------------------------ one step
 
-    def step(self, step: int, lr: float, batches: Batches, telemetry: bool) -> StepResult:
+    def step(
+        self,
+        step: int,
+        lr: float,
+        batches: Batches,
+        telemetry: bool,
+        ahead: Batches | None = None,
+    ) -> StepResult:
         self.enter(step)
         self.ledger.start_step()
         self._start(step)

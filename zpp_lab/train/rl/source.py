@@ -110,6 +110,8 @@ class Rollout:
 class RolloutSource:
     """Batches of sampled completions, and what a step's record says of them."""
 
+    ahead = False  # the weights after a step sample the next one's
+
     def __init__(
         self,
         config: Config,

@@ -48,8 +48,9 @@ class Timed(Protocol):
     @property
     def replays(self) -> int: ...
 
-    def step(self, number: int, batches: Batches) -> Bytes | None:
-        """Do one optimizer step; return the bytes of all ranks by wire, None if unknown."""
+    def step(self, number: int, batches: Batches, ahead: Batches | None = None) -> Bytes | None:
+        """Do one optimizer step; return the bytes of all ranks by wire, None if unknown. `ahead`:
+        batches of the next one, which follows at once: this step's loss may be read in it."""
         ...
 
 
@@ -96,8 +97,8 @@ class Through:
     def replays(self) -> int:
         return self.engine.graph.replays if isinstance(self.engine, FsdpEngine) else 0
 
-    def step(self, number: int, batches: Batches) -> Bytes | None:
-        result = self.engine.step(number, LR, batches, False)
+    def step(self, number: int, batches: Batches, ahead: Batches | None = None) -> Bytes | None:
+        result = self.engine.step(number, LR, batches, False, ahead)
         sent, self.waiting = result.bytes, result.seconds.get("waiting")
         # an untouched FSDP2 has no ledger: its figures would be the plan's
         seen = not isinstance(self.engine, FsdpEngine) or self.engine.wrapped.installed
@@ -191,12 +192,13 @@ class PlainFsdp2:
         draw(self.model, device)
         self.optimizer = adamw(dict(self.model.named_parameters()), config.optimization)
         self.passes = Replayed(partial(_passes, self.model), self.model, _graph(config))
+        self.read = Read()
 
     @property
     def replays(self) -> int:
         return self.passes.replays
 
-    def step(self, number: int, batches: Batches) -> Bytes | None:
+    def step(self, number: int, batches: Batches, ahead: Batches | None = None) -> Bytes | None:
         import torch.distributed as dist
 
         losses = self.passes(_on(self.device, batches, dist.get_rank(), self.train.micro_steps))
@@ -204,7 +206,7 @@ class PlainFsdp2:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.train.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.waiting = _awaited(losses)
+        self.waiting = self.read(losses, ahead is None)
         return None
 
 
@@ -214,7 +216,10 @@ def _graph(config: Config) -> bool:
 
 
 def _on(device: torch.device, batches: Batches, rank: int, micros: int) -> list[Batch]:
-    return [tuple(t.to(device) for t in batches(rank, micro)) for micro in range(micros)]
+    own = [batches(rank, micro) for micro in range(micros)]
+    if device.type == "cuda":
+        own = [tuple(t.pin_memory() for t in batch) for batch in own]
+    return [tuple(t.to(device, non_blocking=True) for t in batch) for batch in own]
 
 
 def _passes(model: nn.Module, batches: list[Batch]) -> list[Tensor]:
@@ -227,11 +232,25 @@ def _passes(model: nn.Module, batches: list[Batch]) -> list[Tensor]:
     return losses
 
 
-def _awaited(losses: Sequence[Tensor]) -> float:
-    """Seconds until the mean loss, and with it all that was asked for, is there."""
-    began = time.perf_counter()
-    torch.stack(list(losses)).mean().item()
-    return time.perf_counter() - began
+class Read:
+    """Waits for the loss of the step before, so that a device always has a step to do."""
+
+    def __init__(self) -> None:
+        self.before: torch.cuda.Event | None = None
+
+    def __call__(self, losses: Sequence[Tensor], last: bool) -> float:
+        """Take a step's losses; returns the seconds of waiting. last: for these, too."""
+        began, mean = time.perf_counter(), torch.stack(list(losses)).mean()
+        if self.before is not None:
+            self.before.synchronize()
+        self.before = None
+        if last or not mean.is_cuda:
+            mean.item()
+        else:
+            torch.empty_like(mean, device="cpu", pin_memory=True).copy_(mean, non_blocking=True)
+            self.before = torch.cuda.Event()
+            self.before.record()
+        return time.perf_counter() - began
 
 
 def plain(config: Config, device: torch.device) -> Timed:
@@ -269,6 +288,7 @@ class ComputeOnly:
         self.master = {n: nn.Parameter(self._own(p).float()) for n, p in self.weights.items()}
         self.optimizer = adamw(self.master, config.optimization)
         self.passes = Replayed(partial(_passes, self.model), self.model, _graph(config))
+        self.read = Read()
 
     @property
     def replays(self) -> int:
@@ -278,10 +298,10 @@ class ComputeOnly:
         """This rank's part; which part costs no time."""
         return whole.detach().view(-1)[: -(-whole.numel() // self.world)]
 
-    def step(self, number: int, batches: Batches) -> Bytes | None:
+    def step(self, number: int, batches: Batches, ahead: Batches | None = None) -> Bytes | None:
         losses = self.passes(_on(self.device, batches, 0, self.train.micro_steps))
         self._update()
-        self.waiting = _awaited(losses)
+        self.waiting = self.read(losses, ahead is None)
         return None
 
     @torch.no_grad()

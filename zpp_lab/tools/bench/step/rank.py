@@ -5,9 +5,10 @@ All ranks get the same commands in the same order, so their collectives meet.
 
     {"do": "facts"}                        what this rank runs on
     {"do": "build", "arm": 0}              make the arm's engine and take one step
-    {"do": "steps", "arm": 0, "steps": 3}  seconds of each step, those of them in which the host
-                                           waited for the device, the last's bytes, peak memory,
-                                           whether all came from a CUDA graph
+    {"do": "steps", "arm": 0, "steps": 3}  seconds of each step, which begins before the one before
+                                           it is awaited, those of them in which the host waited
+                                           for the device, the last's bytes, peak memory, whether
+                                           all came from a CUDA graph
     {"do": "drain"}                        wait for what all streams still compute and send
     {"do": "drop", "arm": 0}               give the engine's memory back
     {"do": "end"}
@@ -21,6 +22,7 @@ import os
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +109,9 @@ class Rank:
         replays = self.made[arm].replays
         dist.barrier()
         seconds, waiting, sent = [], [], None
-        for _ in range(command["steps"]):
+        for left in reversed(range(command["steps"])):
             began = time.perf_counter()
-            sent = self._step(arm)
+            sent = self._step(arm, goes_on=left > 0)
             seconds.append(time.perf_counter() - began)
             waiting.append(self.made[arm].waiting)
         peak = None
@@ -121,15 +123,14 @@ class Rank:
         found = {"seconds": seconds, "waiting": waiting, "bytes": wires, "peak": peak}
         return {**found, "replayed": replayed}
 
-    def _step(self, arm: int) -> Any:
+    def _step(self, arm: int, goes_on: bool = False) -> Any:
         config, number = self.arms[arm][1], self.numbers[arm]
         self.numbers[arm] += 1
-
-        def batch(rank: int, micro: int) -> Batch:
-            return random_batch(config, number, rank, micro)
-
-        sent = self.made[arm].step(number, batch)
-        if self.device.type == "cuda":  # not other streams: new weights travel during the next step
+        batches = partial(random_batch, config)
+        ahead = partial(batches, number + 1) if goes_on else None
+        sent = self.made[arm].step(number, partial(batches, number), ahead)
+        # not other streams: new weights travel during the next step
+        if not goes_on and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         return sent
 
