@@ -218,15 +218,14 @@ def shard(
         )
     device = _device(model, mesh)
     watchdog = Watchdog(timeout_seconds)
-    ranks = _connect(picked, watchdog, transport, device)
+    ranks = connect(picked.cluster, watchdog, transport, device, picked.ranks)
     if dist.get_rank() == 0:
         print(_summary(plan, param_dtype, reduce_dtype), file=sys.stderr, flush=True)
-    group = None if picked.whole else ranks.gathers["world"]  # type: ignore[attr-defined]
     wrapped = wrap(
         model, cut, plans, ranks, device, seed=seed, ordered=ordered, cast_inputs=True, ranks=picked
     )
     mark(model, picked.cluster.world)
-    loop = Loop(model, wrapped, device, group)
+    loop = Loop(model, wrapped, device, ranks)
     return Sharded(model, plan, wrapped, watchdog, loop, picked.whole, ranks)
 
 
@@ -302,16 +301,6 @@ def _summary(plan: Plan, param_dtype: Dtype, reduce_dtype: Dtype) -> str:
         f"ranks; {sharded}; computes in {param_dtype}, reduces in {reduce_dtype}; all ranks send "
         f"{total} a step of one micro-batch{': ' if wires else ''}{', '.join(wires)}"
     )
-
-
-def _connect(picked: Ranks, watchdog: Watchdog, choice: Choice, device: torch.device) -> Transport:
-    if picked.whole:
-        return connect(picked.cluster, watchdog, choice, device)
-    if choice == "peer":
-        raise ValueError(
-            "transport=peer needs a mesh of all ranks without other dimensions: use auto or groups"
-        )
-    return picked.groups(watchdog)
 
 
 def _named(model: nn.Module, units: Sequence[nn.Module] | None) -> list[Block]:

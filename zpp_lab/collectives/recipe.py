@@ -52,9 +52,10 @@ class Recipe:
     def of(cls, config: Config) -> Recipe:
         """The recipe on the configured cluster, checked; ValueError names what does not fit."""
         sent = DTYPES[config.train.param_dtype], DTYPES[config.train.reduce_dtype]
-        return cls(config.recipe, config.cluster, *sent, lora=config.model.lora)
+        return cls(config.recipe, config.cluster.dp, *sent, lora=config.model.lora)
 
     def __post_init__(self) -> None:
+        assert self.cluster == self.cluster.dp, "a recipe knows the ranks of one cell"
         for wire in self.config.wires:
             for settings in self._settings(wire):
                 _check_settings(self.config, wire, settings)

@@ -10,7 +10,7 @@ the one for ranks that read each other's memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
@@ -21,12 +21,12 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from zpp_lab.collectives.traffic import NOTHING, Traffic
 from zpp_lab.collectives.watchdog import Watch, Watchdog
-from zpp_lab.config.schema import ClusterConfig
+from zpp_lab.config.cluster import CELL, Axis, ClusterConfig
 
 Group = dist.ProcessGroup | None
 Link = Literal["world", "local", "across"]  # all ranks; ranks of a node; same local rank of nodes
 Kind = Literal["gather", "exchange"]
-LINKS: tuple[Link, ...] = ("world", "local", "across")
+LINKS: dict[Link, Set[Axis]] = {"world": CELL, "local": {"gpu"}, "across": {"node"}}
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -167,6 +167,7 @@ class Transport(Protocol):
     cluster: ClusterConfig
     rank: int
     watchdog: Watchdog
+    group: Group  # of all its ranks; None: the world
 
     def gathering(
         self, out: Tensor, link: Link, label: str, held: Tensor | None = None
@@ -202,13 +203,7 @@ def peers(cluster: ClusterConfig, link: Link) -> tuple[int, int]:
 
 def members(cluster: ClusterConfig, link: Link, rank: int) -> list[int]:
     """The ranks on `rank`'s link, in the order of rows."""
-    local = cluster.gpus_per_node
-    if link == "world":
-        return list(range(cluster.world))
-    if link == "local":
-        first = rank // local * local
-        return list(range(first, first + local))
-    return [node * local + rank % local for node in range(cluster.nodes)]
+    return cluster.members(LINKS[link], rank)
 
 
 def kept_rows(keep: Tensor, out: Tensor, place: int) -> None:
@@ -232,6 +227,8 @@ class Collectives:
     all_to_all(out, rows, link, label)   part i of `rows` uint8, cut along dimension 0, goes to
                                          member i; part i of `out`, as large, came from it
     """
+
+    group: Group = None
 
     def __init__(self, cluster: ClusterConfig, rank: int) -> None:
         self.cluster, self.rank, self.watchdog = cluster, rank, Watchdog(0.0)
@@ -304,46 +301,62 @@ class _Exchanging(_Way):
 
 
 class ProcessGroups(Collectives):
-    """`Transport` over torch.distributed. Every rank must build it, at the same time.
+    """`Transport` over torch.distributed, among `ranks` of the world, in their order; None: all.
+    Every one of them must build it, at the same time.
 
     Reductions have groups of their own where there are GPUs, so that they overlap with gathers.
-    ValueError when the cluster's shape does not fit the number of processes.
+    ValueError when the cluster's shape does not fit the number of ranks.
     """
 
-    def __init__(self, cluster: ClusterConfig, watchdog: Watchdog | None = None) -> None:
-        if dist.get_world_size() != cluster.world:
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        watchdog: Watchdog | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        every = range(dist.get_world_size())
+        self.ranks = tuple(every if ranks is None else ranks)
+        if len(self.ranks) != cluster.world:
             raise ValueError(
                 f"cluster.nodes={cluster.nodes} × cluster.gpus_per_node={cluster.gpus_per_node} "
-                f"needs {cluster.world} processes, but {dist.get_world_size()} are running; start "
-                "that many, or change the cluster"
+                f"needs {cluster.world} processes, but {len(self.ranks)} are running; start that "
+                "many, or change the cluster"
             )
-        super().__init__(cluster, dist.get_rank())
+        self.whole = self.ranks == tuple(every)
+        super().__init__(cluster, self.ranks.index(dist.get_rank()))
         self.watchdog = watchdog or Watchdog(0.0)
         self.gather_options, self.exchange_options = AllgatherOptions(), AllToAllOptions()
         self.gather_options.asyncOp = self.exchange_options.asyncOp = False
-        self.gathers = self._groups(dist.group.WORLD)
+        places = range(cluster.world)
+        self.group = None if self.whole else self._group(places)
+        self.gathers = self._groups(self.group or dist.group.WORLD)
         self.reductions = self.gathers
         if torch.cuda.is_available():
-            self.reductions = self._groups(dist.new_group(list(range(cluster.world))))
+            self.reductions = self._groups(self._group(places))
 
     def _groups(self, world: Group) -> dict[Link, Group]:
         nodes = range(0, self.cluster.world, self.cluster.gpus_per_node)
         return {
-            "world": world,
+            "world": world if self.whole or self.cluster.world > 1 else None,
             "local": self._split("local", nodes, world),
             "across": self._split("across", range(self.cluster.gpus_per_node), world),
         }
 
     def _split(self, link: Link, firsts: range, world: Group) -> Group:
-        """This rank's group on a link, None where it would be alone. All ranks make all groups."""
+        """This rank's group on a link, None where it would be alone. All ranks of the world make
+        all groups, or members alone do."""
         own: Group = None
-        for first in firsts:
-            ranks = members(self.cluster, link, first)
-            if len(ranks) in (1, self.cluster.world):
-                return world if len(ranks) > 1 else None
-            group = dist.new_group(ranks)
-            own = group if self.rank in ranks else own
+        for first in firsts if self.whole else (self.rank,):
+            places = members(self.cluster, link, first)
+            if len(places) in (1, self.cluster.world):
+                return world if len(places) > 1 else None
+            group = self._group(places)
+            own = group if self.rank in places else own
         return own
+
+    def _group(self, places: Sequence[int]) -> Group:
+        own = [self.ranks[place] for place in places]
+        return dist.new_group(own, use_local_synchronization=not self.whole)
 
     def all_gather(self, out: Tensor, row: Tensor, link: Link, label: str) -> Traffic:
         group = self.gathers[link]

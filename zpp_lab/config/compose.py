@@ -75,7 +75,7 @@ OWNERS = {  # settings that only this engine or model heeds; of others `Config` 
 def _micro_steps(tokens: int, *, _root_: DictConfig) -> int:
     """Resolve ${micro_steps:TOKENS}: the micro-steps by which a step has so many tokens."""
     cluster, train = _root_.cluster, _root_.train
-    ranks = cluster.nodes * cluster.gpus_per_node
+    ranks = cluster.nodes * cluster.gpus_per_node // (cluster.tp * cluster.pp)
     each = ranks * train.batch_size * _root_.data.seq_len
     if tokens % each:
         raise ValueError(

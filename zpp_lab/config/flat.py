@@ -99,7 +99,7 @@ def every_setting(config: Config) -> dict[str, Any]:
         (f"after {first}" if first else ""): {w: _on_wire(recipe, w) for w in recipe.wires}
         for first, recipe in phases
     }
-    return {**asdict(config), DERIVED: wires.pop("") | wires}
+    return {**asdict(config), "cluster": config.cluster.stored, DERIVED: wires.pop("") | wires}
 
 
 def changed_settings(now: Any, usual: Any = None) -> dict[str, Any]:

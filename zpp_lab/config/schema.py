@@ -16,6 +16,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from zpp_lab.config.cluster import ClusterConfig
 from zpp_lab.config.codec import STRICT as _STRICT
 from zpp_lab.config.codec import AboveZero, Count, NotNegative, Positive
 from zpp_lab.config.codec import need as _need
@@ -35,16 +36,6 @@ LEAST_HELDOUT, FEW_HELDOUT = 1_000, 10_000
 STUDY_HELDOUT = 2**21  # of a study on GPUs that does not say: 0.0007 nats, by the same
 
 TrainDtype = Literal["fp32", "bf16", "fp16"]  # fp16: engine=deepspeed, which scales the loss
-
-
-@dataclass(frozen=True, config=_STRICT)
-class ClusterConfig:
-    nodes: Positive = 2
-    gpus_per_node: Positive = 2
-
-    @property
-    def world(self) -> int:
-        return self.nodes * self.gpus_per_node
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -329,7 +320,7 @@ class Config:
             f"rl.timeout={rl.timeout:g}: the other ranks wait for rewards, but at most "
             f"engine.timeout_seconds={self.engine.timeout_seconds:g}; set a shorter rl.timeout",
         )
-        asked, each = rl.prompts * rl.samples, train.micro_steps * self.cluster.world
+        asked, each = rl.prompts * rl.samples, train.micro_steps * self.cluster.readers
         held = rl.steps_per_rollout * each * train.batch_size
         _need(
             asked == held,
@@ -358,9 +349,9 @@ class Config:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of all ranks' batches, padding of records included."""
+        """Tokens of all batches of a step, padding of records included."""
         own = self.train.batch_size * self.train.micro_steps * self.data.seq_len
-        return own * self.cluster.world
+        return own * self.cluster.readers
 
     @property
     def optimization(self) -> TrainConfig:

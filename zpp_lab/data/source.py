@@ -36,4 +36,4 @@ class TextSource:
 
     def _shape(self) -> tuple[int, int, int, int]:
         config, train = self.config, self.config.train
-        return config.cluster.world, train.micro_steps, train.batch_size, config.data.seq_len
+        return config.cluster.readers, train.micro_steps, train.batch_size, config.data.seq_len

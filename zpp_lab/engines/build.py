@@ -71,9 +71,20 @@ def build_engine(config: Config, vocab_size: int, device: torch.device) -> Engin
     return VirtualEngine(model, build_plan(model, config), config)
 
 
+def check_axes(config: Config) -> None:
+    """ValueError for tensor parts and stages, which no engine and no plan has yet."""
+    for name in ("tp", "pp"):
+        if (size := getattr(config.cluster, name)) > 1:
+            raise ValueError(
+                f"cluster.{name}={size}: models are not cut into parts or stages yet: use "
+                f"cluster.{name}=1"
+            )
+
+
 def check_engine(config: Config) -> None:
     """ValueError where recipe and cluster do not go together, or the engine has no such recipe.
     Builds no model."""
+    check_axes(config)
     for phase in config.phases:
         Recipe.of(phase.config)
     if config.engine.name == "deepspeed":
@@ -94,6 +105,7 @@ def _model(config: Config, vocab_size: int, device: str) -> Any:
 def build_plan(model: nn.Module, config: Config, rollouts: bool = False) -> Plan:
     """The recipe's data movement for this model on the configured cluster; with `rollouts` for
     generation too."""
+    check_axes(config)
     train, recipe = config.train, Recipe.of(config)
     return Plan.build(
         units_of(model, recipe.shards, config.engine.blocks_per_unit),
@@ -122,6 +134,7 @@ def vocabulary(config: Config) -> int:
 def plan_of(config: Config) -> Plan:
     """What `config` moves. Plans are kept: the next prediction with the same model, recipe and
     cluster takes milliseconds."""
+    check_axes(config)
     train, groups = config.train, (config.model, config.recipe, config.cluster)
     settings = (train.param_dtype, train.reduce_dtype, train.micro_steps, train.accumulate)
     return _plan(

@@ -297,7 +297,7 @@ def _check(
     chosen: Mapping[str, Choice],
 ) -> None:
     """ValueError where a rule's pattern reaches into another class."""
-    cluster = config.cluster if config.cluster.world > 1 else ClusterConfig(1, 2)
+    cluster = config.cluster.dp if config.cluster.readers > 1 else ClusterConfig(1, 2)
     made = Recipe(recipe, cluster)
     wanted: dict[str, CodecConfig | None] = dict.fromkeys(shapes)
     for c in classes:

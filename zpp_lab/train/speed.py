@@ -81,7 +81,7 @@ def step_flops(plan: Plan, config: Config, vocab: int) -> float | None:
         return None
     *blocks, root = plan.units
     parts = [*(block_work(unit, config) for unit in blocks), head_work(root, config, vocab)]
-    passes = config.train.micro_steps * config.cluster.world
+    passes = config.train.micro_steps * config.cluster.readers
     return passes * sum(part.forward + part.backward for part in parts)
 
 

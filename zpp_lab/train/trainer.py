@@ -156,7 +156,7 @@ class Trainer:
             check_start(Path(self.config.model.start), data)
         for note in (*data.notes, *self.train.notes) if self.rank == 0 else ():
             print(note, file=sys.stderr)
-        passes = self.config.cluster.world * self.train.micro_steps
+        passes = self.config.cluster.readers * self.train.micro_steps
         if not self.config.engine.ranked and passes >= MANY:
             print(f"each step runs forward and backward of {passes} ranks in turn", flush=True)
 
@@ -261,7 +261,7 @@ class Trainer:
 
     def _step(self, engine: Engine, source: Source, tracker: Tracker | None) -> StepResult:
         lr = learning_rate(self.step, self.train)
-        passes = self.config.cluster.world * self.train.micro_steps
+        passes = self.config.cluster.readers * self.train.micro_steps
 
         def begun(count: int) -> None:
             if tracker is not None and not self.config.engine.ranked:
@@ -344,7 +344,7 @@ class Trainer:
             "peak_memory_bytes": self._peak_memory(),
             "mfu": self.meter.facts(),
             "model_parameters": sum(p.numel for u in plan.units for p in u.unit.parameters),
-            "cluster": asdict(config.cluster),
+            "cluster": config.cluster.stored,
             "machine": machine_facts(),
             "commit": self.commit,
             "versions": versions(),

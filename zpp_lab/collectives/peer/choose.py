@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
@@ -34,14 +34,24 @@ LEAST = 16 * MIB  # bytes that a transfer must bring for `auto` to take peer mem
 
 
 def connect(
-    cluster: ClusterConfig, watchdog: Watchdog, choice: Choice, device: torch.device
+    cluster: ClusterConfig,
+    watchdog: Watchdog,
+    choice: Choice,
+    device: torch.device,
+    ranks: Sequence[int] | None = None,
 ) -> Transport:
-    """Build the transport that `choice` asks for; every rank makes the same call. ValueError when
-    the cluster's shape does not fit, and when `peer` is impossible: it names why."""
+    """Build the transport that `choice` asks for among `ranks` of the world, None: all; every one
+    of them makes the same call. ValueError when the cluster's shape does not fit, and when `peer`
+    is impossible: it names why."""
     if choice not in get_args(Choice):
         raise ValueError(f"engine.transport={choice!r}: use one of {', '.join(get_args(Choice))}")
-    groups = ProcessGroups(cluster, watchdog)
-    if choice == "groups":
+    groups = ProcessGroups(cluster, watchdog, ranks)
+    if choice == "peer" and not groups.whole:
+        raise ValueError(
+            "engine.transport=peer: the model is sharded over some of the ranks; it needs all of "
+            "them, without tensor parts, stages or other dimensions of a mesh: use auto or groups"
+        )
+    if choice == "groups" or not groups.whole:
         return groups
     problems = _problems(cluster, device)
     usable = [link for link in LINKS if link not in problems]

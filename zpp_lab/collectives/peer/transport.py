@@ -29,6 +29,7 @@ class PeerTransport:
     ) -> None:
         self.groups, self.shared, self.least = groups, shared, least
         self.cluster, self.rank, self.watchdog = groups.cluster, groups.rank, groups.watchdog
+        self.group = groups.group
         self.links = {link: members(self.cluster, link, self.rank) for link in shared}
         self.rings: dict[tuple[Kind, Link], Ring] = {}
 

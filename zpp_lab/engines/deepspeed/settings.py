@@ -63,11 +63,11 @@ def deepspeed_settings(config: Config, longest_vector: int = 0) -> dict[str, Any
 
 
 def quantizes_weights(config: Config) -> bool:
-    return _bits(Recipe(config.recipe, config.cluster), FORWARD) is not None
+    return _bits(Recipe(config.recipe, config.cluster.dp), FORWARD) is not None
 
 
 def quantizes_grads(config: Config) -> bool:
-    return _bits(Recipe(config.recipe, config.cluster), INTER) is not None
+    return _bits(Recipe(config.recipe, config.cluster.dp), INTER) is not None
 
 
 def _bits(recipe: Recipe, wire: Wire) -> int | None:
@@ -84,7 +84,7 @@ def _check_engine(engine: EngineConfig) -> None:
 
 
 def _check_recipe(config: Config) -> None:
-    recipe, cluster = config.recipe, config.cluster
+    recipe, cluster = config.recipe, config.cluster.dp
     checked = Recipe(recipe, cluster)
     for wanted, what in (
         (recipe.again, f"recipe.{recipe.setting('weights')} (use stage 3)"),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zpp_lab.collectives.plan import Plan
-from zpp_lab.collectives.transport import all_gather
+from zpp_lab.collectives.transport import Group, all_gather
 from zpp_lab.engines.frozen import Marks, decode_shards, encode_shards, mark
 from zpp_lab.engines.fsdp.comm import Installed, managed
 
@@ -71,6 +71,7 @@ class FrozenBase:
         part: int,
         device: torch.device,
         agreed: Callable[[Callable[[], Marks]], Marks],
+        group: Group = None,
     ) -> None:
         """Encode this rank's rows, shard `part` of each parameter, one parameter at a time.
 
@@ -79,7 +80,7 @@ class FrozenBase:
         """
         own = agreed(lambda: self._encode(units, start, part, device))
         self.whole = {}
-        self.marks = added(own, device)
+        self.marks = added(own, device, group)
 
     def _encode(
         self, units: Sequence[Installed], start: Rows | None, part: int, device: torch.device
@@ -109,13 +110,13 @@ def own_rows(shape: tuple[int, ...], shards: int, part: int) -> tuple[int, int]:
     return first, min(first + rows, shape[0])
 
 
-def added(own: Marks, device: torch.device) -> Marks:
+def added(own: Marks, device: torch.device, group: Group = None) -> Marks:
     """Marks of all ranks' rows together."""
     if not own:
         return {}
     names = sorted(own)
     sums = torch.stack([own[n][0] for n in names]).to(device)
-    every = torch.empty(dist.get_world_size(), len(names), dtype=sums.dtype, device=device)
-    all_gather(every.view(-1), sums)
+    every = torch.empty(dist.get_world_size(group), len(names), dtype=sums.dtype, device=device)
+    all_gather(every.view(-1), sums, group=group)
     total = every.sum(0).cpu()
     return {n: torch.cat((total[i : i + 1], own[n][1:])) for i, n in enumerate(names)}

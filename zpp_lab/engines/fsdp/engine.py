@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -28,6 +29,7 @@ from zpp_lab.collectives.peer.choose import connect
 from zpp_lab.collectives.plan import Bytes, Plan, StepUse, add_bytes, plans_by_step
 from zpp_lab.collectives.transport import Transport, all_gather
 from zpp_lab.collectives.watchdog import Watchdog
+from zpp_lab.config.cluster import CELL
 from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import Batch, Batches, Engine, StepResult
@@ -98,7 +100,8 @@ class FsdpEngine(Engine):
         self.root = cast(FSDPModule, model)
         start = self._initialize() if any(p.is_meta for p in model.parameters()) else None
         rows = start.rows if start else None
-        self.base.load(self.wrapped.installed, rows, self.part, device, self.agreed)
+        group = self.transport.group
+        self.base.load(self.wrapped.installed, rows, self.part, device, self.agreed, group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the first step would wait for them
         building.done("weights")
@@ -112,7 +115,7 @@ class FsdpEngine(Engine):
         self.memories = self.wrapped.memories
         names = self.base.names  # not ours to train, or to save
         self.parameters = {n: p for n, p in model.named_parameters() if n not in names}
-        self.kept = Kept(self.wrapped.installed, self.parameters)
+        self.kept = Kept(self.wrapped.installed, self.parameters, group)
         passing = self.residence.moments_pass
         self.optimizer = adamw(self.parameters, config.optimization, config.seed, passing)
         self.state = EngineState(
@@ -127,7 +130,8 @@ class FsdpEngine(Engine):
     def _connect(self) -> Transport:
         wanted = self.config.engine
         watchdog = Watchdog(wanted.timeout_seconds)
-        return connect(self.cluster, watchdog, wanted.transport, self.device)
+        ranks = self.config.cluster.members(CELL, dist.get_rank())
+        return connect(self.cluster, watchdog, wanted.transport, self.device, ranks)
 
     def _initialize(self) -> Start | None:
         """Fill this rank's shards; returns where their rows came from."""
@@ -198,7 +202,7 @@ class FsdpEngine(Engine):
         errors = None
         if watch and watch.errors:
             watch.errors.drop(gathered_in_vain(self.plan, use.passes))
-            errors = merged_telemetry(watch.errors, self.device)
+            errors = merged_telemetry(watch.errors, self.device, self.transport.group)
         self.enter(step + 1)
         laps.done("waiting")
         return StepResult(loss, length, sent, errors, laps.seconds)
@@ -294,7 +298,7 @@ class FsdpEngine(Engine):
             own.fill_(math.nan)  # so that no rank updates anything
         every = torch.empty(self.cluster.world, own.numel(), dtype=own.dtype, device=self.device)
         with self.transport.watched("losses and gradient norm (world)", self.device):
-            all_gather(every.view(-1), own)
+            all_gather(every.view(-1), own, group=self.transport.group)
         norm = total_norm(every[: self.shards, -1])
         if self.shards < self.cluster.world:  # others have the same, unless one is not finite
             norm = norm + 0 * every[self.shards :, -1].sum()
@@ -342,7 +346,7 @@ class FsdpEngine(Engine):
         self._gradients(step, batches, watch)
         watch.means({} if self.wrapped.installed else self._grads())
         self.optimizer.zero_grad(set_to_none=True)
-        refuse(watch)
+        refuse(watch, self.transport.group)
 
     # ------------------------------------------------------------------ the rest
 
@@ -409,7 +413,7 @@ class FsdpEngine(Engine):
         self.clock.master = False
         every = torch.empty(world, *own.shape, dtype=own.dtype, device=self.device)
         with self.transport.watched("held-out losses (world)", self.device):
-            all_gather(every.view(-1), own.view(-1))
+            all_gather(every.view(-1), own.view(-1), group=self.transport.group)
         in_order = every.transpose(0, 1).flatten(0, 1).cpu()
         return torch.cat([row[:, :size] for row, size in zip(in_order, sizes, strict=False)], 1)
 

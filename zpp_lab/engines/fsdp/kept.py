@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from zpp_lab.collectives.context import Observer
@@ -151,12 +151,19 @@ class Kept:
             self._start(0, own)
 
 
-def on_ranks(rows: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+def on_ranks(
+    rows: Mapping[str, Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
     """What this rank's encoders remember, [1, rows, width] by UPDATE.PARAMETER → of all ranks,
     DTensors [W, rows, width]."""
     if not rows:
         return {}
     device = next(p.device_mesh.device_type for p in parameters.values() if isinstance(p, DTensor))
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    if group is None:
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+    else:
+        mesh = DeviceMesh.from_group(group, device)
     make = DTensor.from_local
     return {name: make(own, mesh, [Shard(0)], run_check=False) for name, own in rows.items()}

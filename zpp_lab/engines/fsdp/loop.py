@@ -36,7 +36,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from zpp_lab.codecs.numerics import total_norm
 from zpp_lab.collectives.plan import no_bytes
 from zpp_lab.collectives.reduce import Names
-from zpp_lab.collectives.transport import all_gather
+from zpp_lab.collectives.transport import Transport, all_gather
 from zpp_lab.engines.frozen import Marks, differing, mark, mark_all
 from zpp_lab.engines.fsdp.base import added, own_rows
 from zpp_lab.engines.fsdp.comm import in_backward, managed, parameter_order, retrain
@@ -61,12 +61,13 @@ class Loop:
         model: nn.Module,
         wrapped: Wrapped,
         device: torch.device,
-        group: dist.ProcessGroup | None,
+        transport: Transport,
     ) -> None:
-        self.model, self.wrapped, self.device, self.group = model, wrapped, device, group
+        self.model, self.wrapped, self.device = model, wrapped, device
+        self.rank, self.group = transport.rank, transport.group
         self.begun = False  # whether a step is under way
         self.norm_at_end: Tensor | None = None  # of a step that an optimizer has ended
-        self.kept = Kept(wrapped.installed, {}, group)
+        self.kept = Kept(wrapped.installed, {}, self.group)
         remembers = any(plan.memories for plan in wrapped.plans.values())
         self.follows_updates = remembers or bool(self.kept.updates)
         self.marked: Tensor | None = None  # the masters when they were last sent or updated
@@ -353,9 +354,9 @@ class Loop:
         marks: Marks = {}
         for name, p in self._parameters().items():
             if name in names:
-                first, _ = own_rows(p.shape, shards, dist.get_rank() % shards)
+                first, _ = own_rows(p.shape, shards, self.rank % shards)
                 marks[name] = mark(local(p).float(), first, p.shape)
-        return added(marks, self.device)
+        return added(marks, self.device, self.group)
 
     # ------------------------------------------------------------------ between steps
 

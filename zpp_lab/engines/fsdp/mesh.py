@@ -11,13 +11,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from zpp_lab.collectives.transport import Collectives, Group, Link, ProcessGroups, members
-from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.schema import ClusterConfig
 
 LEANS_ON = {"torch.distributed.device_mesh.DeviceMesh": ("_flatten",)}  # a test looks for it
@@ -101,34 +97,6 @@ class Ranks:
         if copies == 1:
             return init_device_mesh(device_type, (shards,), mesh_dim_names=names[1:])
         return init_device_mesh(device_type, (copies, shards), mesh_dim_names=names)["ranks"]
-
-    def groups(self, watchdog: Watchdog) -> ProcessGroups:
-        """Process groups among them alone, in their order."""
-        return _MeshGroups(self.cluster, self.ranks, watchdog)
-
-
-class _MeshGroups(ProcessGroups):
-    """`ProcessGroups` of some ranks of the world. Members alone make a group."""
-
-    def __init__(self, cluster: ClusterConfig, ranks: Sequence[int], watchdog: Watchdog) -> None:
-        Collectives.__init__(self, cluster, ranks.index(dist.get_rank()))
-        self.watchdog, self.all = watchdog, ranks
-        self.gather_options, self.exchange_options = AllgatherOptions(), AllToAllOptions()
-        self.gather_options.asyncOp = self.exchange_options.asyncOp = False
-        self.gathers = self._groups(self._group(range(cluster.world)))
-        self.reductions = self.gathers
-        if torch.cuda.is_available():
-            self.reductions = self._groups(self._group(range(cluster.world)))
-
-    def _split(self, link: Link, firsts: range, world: Group) -> Group:
-        places = members(self.cluster, link, self.rank)
-        if len(places) in (1, self.cluster.world):
-            return world if len(places) > 1 else None
-        return self._group(places)
-
-    def _group(self, places: Sequence[int]) -> Group:
-        own = [self.all[place] for place in places]
-        return dist.new_group(own, use_local_synchronization=True) if len(own) > 1 else None
 
 
 def _rising(ranks: tuple[int, ...], said: str) -> tuple[int, ...]:

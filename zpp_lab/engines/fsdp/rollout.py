@@ -66,7 +66,7 @@ def all_agree(transport: Transport, device: torch.device) -> Callable[[bool], bo
         own = torch.tensor([done], dtype=torch.uint8, device=device)
         every = own.new_empty(transport.cluster.world)
         with transport.watched("whether all ranks have generated (world)", device):
-            all_gather(every, own)
+            all_gather(every, own, group=transport.group)
         with transport.watched("whether all ranks have generated", torch.device("cpu")):
             return bool(every.all())
 

@@ -73,12 +73,12 @@ class EngineState:
         return self._now(self.kept.state()) | base
 
     def _now(self, kept: Mapping[str, DTensor]) -> State:
-        memories = self.wrapped.memories.state()
+        memories, group = self.wrapped.memories.state(), self.kept.group
         return {
             "weights": {n: p.detach() for n, p in self.parameters.items()},
             "optimizer": optimizer_state(self.optimizer, self.parameters),
             **({"kept": dict(kept)} if kept else {}),
-            **({"memory": on_ranks(memories, self.parameters)} if memories else {}),
+            **({"memory": on_ranks(memories, self.parameters, group)} if memories else {}),
         }
 
     def load(self, state: State, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from zpp_lab.codecs import kernels
 from zpp_lab.codecs.errors import ErrorSums, Telemetry, telemetry
 from zpp_lab.codecs.layout import Layout
-from zpp_lab.collectives.transport import all_gather
+from zpp_lab.collectives.transport import Group, all_gather
 from zpp_lab.config.wires import BACKWARD, INTER, WIRES, Wire
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.engines.watch import Watch
@@ -132,21 +132,21 @@ def _decoded(layout: Layout, payload: Tensor, dtypes: Sequence[torch.dtype]) -> 
     return outs
 
 
-def refuse(watch: RankWatch) -> NoReturn:
+def refuse(watch: RankWatch, group: Group = None) -> NoReturn:
     """Raise NonFiniteError on all ranks, with the first finding of any."""
-    found: list[Finding | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, watch.first)
+    found: list[Finding | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, watch.first, group=group)
     first = min((f for f in found if f is not None), default=None)
     where = "the gradient norm overflowed although every gradient is finite"
     raise NonFiniteError(watch.step, first.where if first else where)
 
 
-def merged_telemetry(errors: ErrorSums, device: torch.device) -> Telemetry:
+def merged_telemetry(errors: ErrorSums, device: torch.device, group: Group = None) -> Telemetry:
     """The telemetry of all ranks together; alike on every rank."""
     columns, own = errors.by_rank()
     if own is None:
         return {}
     own = own[0].to(device)
-    every = torch.empty(dist.get_world_size(), *own.shape, dtype=own.dtype, device=device)
-    all_gather(every.view(-1), own.view(-1))
+    every = torch.empty(dist.get_world_size(group), *own.shape, dtype=own.dtype, device=device)
+    all_gather(every.view(-1), own.view(-1), group=group)
     return telemetry(columns, every)

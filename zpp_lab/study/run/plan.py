@@ -281,7 +281,7 @@ def _check_order_controls(study: StudyConfig, configs: Mapping[str, Config]) -> 
     """A reversed sum of two ranks is the same sum: it is no control, and no repeat."""
     for arm in study.arms:
         config, base = (configs[name] for name in (arm.name, arm.against or study.baseline))
-        cluster, recipe = config.cluster, config.recipe
+        cluster, recipe = config.cluster.dp, config.recipe
         terms = max(cluster.nodes, cluster.gpus_per_node) if recipe.two_hops else cluster.world
         if (
             arm.role in ("order_control", "baseline_repeat")

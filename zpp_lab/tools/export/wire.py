@@ -43,13 +43,13 @@ class WireWeights:
         if self.codec is None:
             return self._after(self.saved.step)
         # a codec does not depend on the cluster, but one rank has no wires to put it on
-        cluster = ClusterConfig(1, 2) if config.cluster.world == 1 else config.cluster
+        cluster = ClusterConfig(1, 2) if config.cluster.readers == 1 else config.cluster.dp
         return Recipe(_rounded_afterwards(config.recipe, self.codec), cluster, dtype)
 
     def _after(self, done: int) -> Recipe:
         """Of the step after `done` steps."""
         config, dtypes = self.config, (self.dtype, DTYPES[self.config.train.reduce_dtype])
-        return Recipe(config.at(done).recipe, config.cluster, *dtypes)
+        return Recipe(config.at(done).recipe, config.cluster.dp, *dtypes)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,7 +129,7 @@ class WireWeights:
 
     @property
     def world(self) -> int:
-        one = self.config.cluster.world == 1
+        one = self.config.cluster.readers == 1
         return 1 if one else self.recipe.shards
 
     def parameter(self, name: str) -> Parameter:

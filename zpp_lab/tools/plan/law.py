@@ -202,7 +202,7 @@ def extent(config: Config, plan: Plan) -> tuple[int, int, int]:
     train, blocks = config.train, [u.unit for u in plan.units if u.unit.name != ROOT]
     parameters = sum(p.numel for unit in blocks for p in unit.parameters)
     tokens = train.steps * train.micro_steps * train.batch_size * config.data.seq_len
-    return parameters, tokens * config.cluster.world, train.steps
+    return parameters, tokens * config.cluster.readers, train.steps
 
 
 def quantities(cell: Cell) -> Mapping[str, float]:

@@ -160,7 +160,7 @@ class Buffers:
         if self.untouched or transport == "groups":
             return ()
         one_host = transport == "peer" or self.cluster.nodes == 1
-        shared: tuple[Link, ...] = LINKS if one_host else ("local",)
+        shared: tuple[Link, ...] = tuple(LINKS) if one_host else ("local",)
         return tuple(link for link in shared if any(peers(self.cluster, link)))
 
     def _in_slots(self, link: Link, nbytes: int) -> bool:

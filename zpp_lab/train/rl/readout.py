@@ -47,7 +47,7 @@ class SuccessReadout:
         self.judge, self.path, self.width, self.offset = judge, folder / COMPLETIONS, width, offset
         self.draws = config.rl.heldout_draws
         self.right: np.ndarray | None = None  # of each prompt's draws
-        world, rows = config.cluster.world, len(prompts) * self.draws
+        world, rows = config.cluster.readers, len(prompts) * self.draws
         size = min(_ROWS, -(-rows // world))
         count = -(-rows // (world * size))
         # what is missing of the last calls repeats the last row

@@ -129,7 +129,7 @@ class RolloutSource:
         self.rl, self.length = config.rl, config.data.seq_len
         self.rollout: Rollout | None = None
         self.clipped: float | None = None  # of the last step
-        shape = (self.rl.steps_per_rollout, config.train.micro_steps, config.cluster.world)
+        shape = (self.rl.steps_per_rollout, config.train.micro_steps, config.cluster.readers)
         self.order = np.arange(self.rl.prompts * self.rl.samples).reshape(*shape, -1)
         self.start = _copy(engine) if self.rl.kl else {}
         if self.rl.temperature != 1.0:
@@ -144,7 +144,7 @@ class RolloutSource:
             self.rollout = self._made(first) if step == first else self._read(first)
             self._look_at(self.rollout)
         self.clipped = self._clipped(step)
-        own, world = self.order[step - first], self.config.cluster.world
+        own, world = self.order[step - first], self.config.cluster.readers
         share = torch.tensor([len(own) * world, normaliser(self.counted[own.ravel()], self.rl)])
 
         def batch(rank: int, micro: int) -> Batch:
@@ -202,7 +202,7 @@ class RolloutSource:
         places = shuffled(self.config.seed, turn, rl.prompts, len(self.prompts))
         ids = places.repeat(rl.samples)
         samples = np.tile(np.arange(rl.samples), rl.prompts)
-        calls = self.order.transpose(2, 0, 1, 3).reshape(1, self.config.cluster.world, -1)
+        calls = self.order.transpose(2, 0, 1, 3).reshape(1, self.config.cluster.readers, -1)
         tokens = [self.prompts.tokens[i] for i in ids]
         with self.engine.rollout(first, rl.gather) as policy:
             at = (self.width, first, self.tokenizer.end, calls)

@@ -273,7 +273,7 @@ class StepBench:
     def _row(self, arm: Arm, link: Link, cell: results.Cell) -> results.Row:
         config, step = arm.config, median(cell.seconds)
         train, nodes = config.train, self.cluster.nodes
-        tokens = train.batch_size * config.data.seq_len * train.micro_steps * self.cluster.world
+        tokens = train.batch_size * config.data.seq_len * train.micro_steps * self.cluster.readers
         own = self.cells.get((self._floor_of(cell), None))
         compute = median(own.seconds) if own else None
         on_link = None if arm.name in FLOORS else results.seconds_on_link(cell, nodes, link)

@@ -252,7 +252,7 @@ class _Step:
         codec = sum(kinds.get(kind, 0.0) for kind in overhead)
         compute = busy.get("gpu", 0.0) - optimizer - codec
         train = self.config.train
-        sequences = train.batch_size * train.micro_steps * self.config.cluster.world
+        sequences = train.batch_size * train.micro_steps * self.config.cluster.readers
         return StepTime(
             compute_s=compute,
             codec_s=codec,

@@ -118,7 +118,7 @@ class Parts:
             return False
         if min(wire_bits(recipe)) < 16:  # saves the longer way to the same answer
             return False
-        made = Recipe(recipe, self.base.cluster, lora=self.base.model.lora)
+        made = Recipe(recipe, self.base.cluster.dp, lora=self.base.model.lora)
         return is_untouched(Plan((), made), self.base.engine.ordered)
 
 

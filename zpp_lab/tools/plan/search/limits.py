@@ -48,7 +48,7 @@ class Numbers:
 
     @classmethod
     def of(cls, config: Config) -> Numbers:
-        recipe = Recipe(config.recipe, config.cluster, lora=config.model.lora)
+        recipe = Recipe(config.recipe, config.cluster.dp, lora=config.model.lora)
         settings, train = config.recipe, config.train
         same = settings.secondary or not settings.again
         forward, backward = (_codec(recipe, w) for w in GATHERS)

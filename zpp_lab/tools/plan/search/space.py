@@ -92,7 +92,7 @@ class Space:
         ]
 
     def _grid(self) -> Iterator[RecipeConfig]:
-        if self.base.cluster.world == 1:  # nobody sends anything
+        if self.base.cluster.readers == 1:  # nobody sends anything
             yield PLAIN
             return
         own: dict[str, Any] = {"exempt": self.base.recipe.exempt, "rules": self.base.recipe.rules}
@@ -113,7 +113,7 @@ class Space:
         """Of the grid, each once: where a step has one reduction gradients may as well be cut as
         the optimizer is, and on one node a node is the world."""
         one = self.base.train.micro_steps == 1 or self.base.train.accumulate == "last"
-        points = [p for p in POINTS if self.base.cluster.nodes > 1 or "node" not in p]
+        points = [p for p in POINTS if self.base.cluster.dp.nodes > 1 or "node" not in p]
         return [p for p in points if p[1] == p[2] or not one]
 
     def _weights(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -131,7 +131,7 @@ class Space:
                     yield _weight_name(name, settings, forward, backward), settings
 
     def _grads(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        cluster = self.base.cluster
+        cluster = self.base.cluster.dp
         both = cluster.nodes > 1 and cluster.gpus_per_node > 1
         pairs = [(1, bits, bits) for bits in self.bits]
         pairs += [(2, *two) for two in product(self.bits, self.bits)] if both else []
