@@ -87,7 +87,7 @@ def ask(shape: str, choice: str, device: str, jobs: list[tuple[str, str]], folde
         done = len(found)
         if done < len(left) and not well:
             answers.faults[" ".join(left[done].split(":")[:2])] = text[-6000:]
-        left = left[done + (not well) :] if done or number == 0 else []
+        left = left[done + (not well) :]
     return answers
 
 

@@ -120,13 +120,23 @@ def wrap(
     by_name = with_root(model, units)
     for name, modules in by_name.items():
         reshard = recipe.config.again and name != ROOT
-        fully_shard(
-            list(modules),
-            mesh=mesh,
-            mp_policy=policy,
-            offload_policy=offloading,
-            reshard_after_forward=reshard,
-        )
+        try:
+            fully_shard(
+                list(modules),
+                mesh=mesh,
+                mp_policy=policy,
+                offload_policy=offloading,
+                reshard_after_forward=reshard,
+            )
+        except RuntimeError as error:
+            own = dict(model.named_parameters())
+            whole = [n for n, p in own.items() if not (p.is_floating_point() or p.is_complex())]
+            if not whole or "require gradients" not in str(error):
+                raise
+            raise ValueError(
+                f"{whole[0]} is {own[whole[0]].dtype}, and FSDP2 of torch {torch.__version__} "
+                "shards no integers: keep them in buffers, or use torch 2.13"
+            ) from error
         for module in modules:  # Trainer shifts labels by the class's name, which FSDP2 changes
             kind = type(module)
             kind.__name__ = kind.__bases__[1].__name__
