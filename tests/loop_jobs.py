@@ -416,8 +416,8 @@ class Quantized(nn.Linear):
 
 
 def integers(name: str) -> dict[str, Any]:
-    """Losses with codes that are sharded and sent, and with the same in buffers; bytes of both. Each
-    rank's error where this torch shards no integers."""
+    """Losses with codes that are sharded and sent, and with the same in buffers; bytes of both.
+    Where this torch shards no integers, each rank's error."""
     found: dict[str, Any] = {}
     for dtype in (torch.uint8, torch.int32):
         found[str(dtype)] = []

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tests import loop_base, loop_jobs
+from tests.two_ranks import environment, starting
 from zpp_lab.api import init
 from zpp_lab.collectives.peer.choose import connect
 from zpp_lab.collectives.recipe import Recipe
@@ -108,14 +109,11 @@ def _lines(path: Path) -> list[str]:
 def _start(words: list[str], answers: Path, more: float) -> tuple[str, bool]:
     """Run torchrun until it has ended, or no answer came for long; its output, and whether it has
     ended well."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "tests.loop_world", *words]
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1"}
-    environment |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    command = starting("tests.loop_world", *words)
     log = answers.with_suffix(".log")
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
+            command, cwd=ROOT, env=environment(), stdout=file, stderr=file, start_new_session=True
         )
     seen, since = 0, time.monotonic() + START
     while process.poll() is None:

@@ -46,6 +46,7 @@ from tests.loop_jobs import (
     unfrozen_within,
 )
 from tests.loop_world import ask
+from tests.two_ranks import two_gpus, two_ranks
 from zpp_lab.api import _own_dtype
 from zpp_lab.collectives.transport import ProcessGroups
 from zpp_lab.collectives.watchdog import Watchdog
@@ -103,13 +104,12 @@ class Few(dict[str, Any]):
         pytest.skip("runs among the slow tests")
 
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 WORLDS = [
     pytest.param(("2x2", "few", "cpu"), id="gloo-2x2-few"),
     pytest.param(("2x2", "groups", "cpu"), id="gloo-2x2", marks=pytest.mark.slow),
     pytest.param(("2x1", "groups", "cpu"), id="gloo-2x1", marks=pytest.mark.slow),
     pytest.param(("1x2", "groups", "cpu"), id="gloo-1x2", marks=pytest.mark.slow),
-    pytest.param(("2x1", "groups", "cuda"), id="nccl-2x1", marks=[pytest.mark.gpu, two_gpus]),
+    pytest.param(("2x1", "groups", "cuda"), id="nccl-2x1", marks=[pytest.mark.gpu, two_ranks]),
     pytest.param(("1x2", "peer", "cuda"), id="peer-1x2", marks=[pytest.mark.gpu, two_gpus]),
 ]
 

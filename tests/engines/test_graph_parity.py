@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engines import graph_world
 from tests.engines.fsdp_world import run_world
 from tests.engines.graph_jobs import NAMES, hindered, on_cpu
+from tests.two_ranks import environment, starting, two_ranks
 
 WORLDS = [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)]
 
@@ -72,22 +70,17 @@ def test_a_graph_that_is_given_up_soon_is_not_captured(found: dict[str, Any]) ->
     assert found["often 4"] == [7, 3]
 
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
 @pytest.fixture(scope="module")
 def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All answers of one start of two ranks; with its output where it has failed."""
     answers = tmp_path_factory.mktemp("graphs") / "answers"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "tests.engines.graph_world", str(answers)]
-    quiet = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    command = starting("tests.engines.graph_world", str(answers))
     log = answers.with_suffix(".log")
     with log.open("wb") as file:
         done = subprocess.run(
             command,
             cwd=Path(__file__).parents[2],
-            env={**os.environ, **quiet, "OMP_NUM_THREADS": "1"},
+            env=environment(),
             stdout=file,
             stderr=file,
             timeout=300,
@@ -99,7 +92,7 @@ def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.gpu
-@two_gpus
+@two_ranks
 @pytest.mark.parametrize("name", graph_world.names())
 def test_real_graphs(name: str, on_gpus: dict[str, Any]) -> None:
     """The same over NCCL and over peer memory, whatever fails in a capture."""

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
-import shutil
 import subprocess
 import sys
 
 from zpp_lab.tools.links.namespaces import READY
+from zpp_lab.tools.links.network import Tools
 from zpp_lab.train.launch import processes
 
 
 @functools.cache
 def refusal() -> str:
     """Why this machine cannot make emulated nodes; empty when it can."""
-    if not sys.platform.startswith("linux"):
-        return "emulated nodes need Linux"
-    if not (shutil.which("ip", path="/usr/sbin:/sbin:/bin") or shutil.which("ip")):
-        return "emulated nodes need iproute2"
+    try:
+        Tools.find()
+    except processes.EmulationError as error:
+        return str(error)
     tried = subprocess.run(
         [sys.executable, "-m", "zpp_lab.tools.links.namespaces", "hold"],
         env={
