@@ -24,6 +24,8 @@ class RecordConfig:
     prompt: str = "prompt"
     completion: str = "completion"
     messages: str = "messages"  # where a record has it, it is a chat
+    chosen: str = "chosen"  # with data.pairs: completions of one prompt, texts or messages
+    rejected: str = "rejected"
     template: str | None = None  # of chats: a Jinja file, `turns`, or None: the tokenizer's own
     turn_open: str = "<|{role}|>\n"  # before a turn's content; {role} is the turn's
     turn_close: str = "\n"  # after it; of an assistant's turn the loss counts it
@@ -34,6 +36,9 @@ class RecordConfig:
         names = (self.prompt, self.completion, self.messages)
         if not all(names) or len(set(names)) < 3:
             raise ValueError("data.records: give prompt, completion and messages different names")
+        pair = (self.prompt, self.chosen, self.rejected)
+        if not all(pair) or len(set(pair)) < 3:
+            raise ValueError("data.records: give prompt, chosen and rejected different names")
         if self.template not in (None, TURNS) and self._has_marks:
             raise ValueError(
                 f"data.records.template={self.template}: only data.records.template={TURNS} reads "
@@ -58,6 +63,7 @@ class DataConfig:
     suffixes: list[str] = field(default_factory=lambda: [".py"])  # of files of `installation`
     mask_prompt: bool = True  # jsonl: the loss counts completions only
     records: RecordConfig = field(default_factory=RecordConfig)  # jsonl
+    pairs: bool = False  # records are a prompt with a chosen and a rejected completion: task=reward
     # addition, sums: share of the answers in which one digit is random, to be unlearnt by rewards
     wrong: Annotated[float, Field(ge=0, le=1)] = 0.0
     subset: str | None = None  # of an `hf` dataset
@@ -108,6 +114,17 @@ class DataConfig:
         need(
             self.name in TASKS or self.wrong == 0,
             f"data.wrong={self.wrong:g}: only data.name=addition or sums reads it; leave it out",
+        )
+
+        need(
+            self.has_records or not self.pairs,
+            f"data.pairs=true with data.name={self.name}: only records are pairs; use data=jsonl "
+            "with data.path, data=addition or data=sums",
+        )
+        need(
+            not self.pairs or self.wrong == 0,
+            f"data.wrong={self.wrong:g} with data.pairs=true: the chosen answer is right; leave "
+            "data.wrong out",
         )
 
     @property

@@ -103,6 +103,7 @@ class ModelConfig:
     ffn: Positive = 256
     vocab_size: Count = 0  # 0 takes the tokenizer's
     tied_head: bool = False
+    scalar_head: bool = False  # a score of the text in place of logits: task=reward
     rope_theta: AboveZero = 10000.0
     norm_eps: NotNegative = 1e-5
     checkpoint_activations: bool = False  # blocks run again in backward; for loss.backward() alone
@@ -165,6 +166,20 @@ class ModelConfig:
         need(
             not self.tied_head or self.head_std == 0.02,
             "model.head_std: a tied head has the embedding's weights; set model.embedding_std",
+        )
+        need(
+            not self.scalar_head or not hf,
+            f"model.scalar_head=true with model={self.name}: only the built-in decoder has it; use "
+            "another model=…, which also takes a LlamaForCausalLM folder (model.path)",
+        )
+        need(
+            not self.scalar_head or not self.lora.on,
+            "model.scalar_head=true with model.lora: adapters would leave the new head frozen; set "
+            "model.lora.rank=0",
+        )
+        need(
+            not self.scalar_head or not self.z_loss,
+            f"model.z_loss={self.z_loss:g}: a scalar head has no cross-entropy; leave it out",
         )
         need(
             not hf or not self.z_loss or self.loss_chunk > 0,

@@ -35,6 +35,7 @@ class RlConfig:
     gather: Literal["rollout", "token"] = "rollout"  # the weights: once, or for every token
     rewards: list[str] = field(default_factory=list)  # names of the entry points zpp_lab.rewards
     weights: list[float] = field(default_factory=list)  # of the rewards; []: 1 each
+    learned: str | None = None  # the reward `learned`: a run of task=reward, or its export
     timeout: AboveZero = 60.0  # seconds of one reward for a rollout, beyond which it scores 0
     heldout_draws: Positive = 1  # completions of each held-out prompt at an evaluation
     # the smoothed reward may fall so far below its best for train.diverge_steps steps; 0 is off
@@ -51,6 +52,11 @@ class RlConfig:
             not self.weights or len(self.weights) == len(self.rewards),
             f"rl.weights has {len(self.weights)} values for {len(self.rewards)} rewards: give one "
             "for each of rl.rewards, or none",
+        )
+        need(
+            ("learned" in self.rewards) == bool(self.learned),
+            f"rl.learned={self.learned} with rl.rewards={self.rewards}: the reward `learned` and "
+            "its model need each other; set rl.learned=RUN and put learned into rl.rewards",
         )
         need(
             len({*self.rewards}) == len(self.rewards),

@@ -252,7 +252,8 @@ class RunConfig:
 @dataclass(frozen=True, config=_STRICT)
 class Config:
     seed: int = 1
-    task: Literal["text", "rl"] = "text"  # rl: learn from rewards of sampled completions
+    # rl: learn from rewards of sampled completions; reward: a reward model, from pairs
+    task: Literal["text", "rl", "reward"] = "text"
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
@@ -287,8 +288,32 @@ class Config:
         )
         if self.task == "rl":
             self._check_rl()
+        self._check_pairs()
         _ = self.optimization  # beta2_tokens may be out of range
         _ = self.phases
+
+    def _check_pairs(self) -> None:
+        on = self.task == "reward"
+        for name, value in (
+            ("data.pairs", self.data.pairs),
+            ("model.scalar_head", self.model.scalar_head),
+        ):
+            _need(
+                value == on,
+                f"{name}={str(value).lower()} with task={self.task}: a reward model has a scalar "
+                f"head and learns from pairs; set {name}={str(on).lower()}"
+                + ("" if on else ", or task=reward"),
+            )
+        if on:
+            _need(
+                self.train.batch_size % 2 == 0,
+                f"train.batch_size={self.train.batch_size} with task=reward: a pair is two rows of "
+                "a batch; set an even number",
+            )
+            _need(
+                self.engine.name != "deepspeed",
+                "task=reward: engine=deepspeed is not supported; use engine=fsdp",
+            )
 
     def _check_rl(self) -> None:
         rl, train = self.rl, self.train

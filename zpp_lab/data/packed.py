@@ -59,6 +59,8 @@ def fit(offsets: np.ndarray, mask: np.ndarray, cfg: DataConfig, split: str) -> F
     starts, stops = offsets[:-1].copy(), offsets[1:].copy()
     counted = np.add.reduceat(mask, starts, dtype=np.int64) if len(starts) else starts
     long = np.flatnonzero(stops - starts > cfg.seq_len)
+    if cfg.pairs and cfg.records.too_long == "drop":  # both of a pair
+        long = np.unique([2 * (long // 2), 2 * (long // 2) + 1])
     records, how = np.arange(len(starts)), cfg.records.too_long
     if len(long) and how == "refuse":
         raise ValueError(_refusal(len(long), int(long[0]), int((stops - starts).max()), cfg, split))
@@ -78,6 +80,7 @@ def fit(offsets: np.ndarray, mask: np.ndarray, cfg: DataConfig, split: str) -> F
 
 def _refusal(count: int, first: int, longest: int, cfg: DataConfig, split: str) -> str:
     n = cfg.heldout_every
+    first //= 1 + cfg.pairs
     number = first + first // (n - 1) + 1 if split == "train" else (first + 1) * n
     return (
         f"data: {count} {split} records are longer than data.seq_len={cfg.seq_len} tokens (up to "
@@ -132,6 +135,7 @@ class PackedData:
     train: Sequences
     held: Sequences
     notes: tuple[str, ...]
+    pairs: bool = False  # sequences 2i and 2i + 1 are one pair's texts
 
     @property
     def tokens(self) -> int:
@@ -159,9 +163,11 @@ class PackedData:
     def step(
         self, seed: int, step: int, world: int, micros: int, batch_size: int, seq_len: int
     ) -> Callable[[int, int], Batch]:
-        """Return (rank, micro-step) → inputs, targets int64 [batch_size, seq_len] and the share,
-        int64 [2]: `world` · `micros` over the counted targets of the whole step."""
+        """Return (rank, micro-step) → inputs, targets int64 [batch_size, seq_len] and, but for
+        pairs, the share, int64 [2]: `world` · `micros` over the step's counted targets."""
         turns = self.turns(seed, step, world, micros, batch_size, seq_len)
+        if self.pairs:  # each micro-batch has as many
+            return lambda rank, micro: self._batch(self.train, turns[rank, micro])
         share = torch.tensor([world * micros, int(self.train.counted[turns].sum())])
         return lambda rank, micro: (*self._batch(self.train, turns[rank, micro]), share)
 
@@ -185,26 +191,36 @@ class PackedData:
         """Yield the same held-out sequences every time: about `tokens` places, spread evenly."""
         assert seq_len == self.seq_len
         places = self._held_places(tokens)
+        batch_size += batch_size % 2 if self.pairs else 0
         for first in range(0, len(places), batch_size):
             yield self._batch(self.held, places[first : first + batch_size])
 
     def heldout_documents(self, tokens: int, seq_len: int) -> np.ndarray:
-        """Return the record of each counted target of `heldout`, int64, in the same order."""
+        """Return the record, or pair, of each counted target of `heldout`, int64, in order."""
         rows = (self.held.row(p, seq_len, self.end)[2] for p in self._held_places(tokens))
-        return np.concatenate(list(rows))
+        return np.concatenate(list(rows)) // (1 + self.pairs)
 
     def _held_places(self, tokens: int) -> np.ndarray:
-        wanted = min(len(self.held), max(1, tokens // self.seq_len))
-        return np.arange(wanted) * len(self.held) // wanted
+        each = 1 + self.pairs
+        count = len(self.held) // each
+        wanted = min(count, max(1, tokens // (each * self.seq_len)))
+        return _texts(np.arange(wanted) * count // wanted, self.pairs)
 
     def _places(self, seed: int, first: int, count: int) -> np.ndarray:
         """Return which sequences the `count` turns from `first` on take, int64 [count]."""
-        return shuffled(seed, first, count, len(self.train))
+        each = 1 + self.pairs
+        places = shuffled(seed, first // each, count // each, len(self.train) // each)
+        return _texts(places, self.pairs)
 
     def _batch(self, split: Sequences, places: np.ndarray) -> tuple[Tensor, Tensor]:
         rows = [split.row(place, self.seq_len, self.end)[:2] for place in places]
         inputs, targets = (torch.from_numpy(np.stack(side)) for side in zip(*rows, strict=True))
         return inputs, targets
+
+
+def _texts(places: np.ndarray, pairs: bool) -> np.ndarray:
+    """Return the sequences of records, or of pairs: both of each, the chosen text first."""
+    return np.stack((2 * places, 2 * places + 1), 1).ravel() if pairs else places
 
 
 def shuffled(seed: int, first: int, count: int, size: int) -> np.ndarray:
@@ -231,9 +247,10 @@ def pack(
             f"no {split} record fits data.seq_len={cfg.seq_len}: set data.records.too_long=truncate"
         )
     lengths = fitted.stops - fitted.starts
-    first = _next_fit(lengths, cfg.seq_len) if cfg.records.pack else np.arange(len(lengths) + 1)
-    counted = np.add.reduceat(fitted.counted if cfg.mask_prompt else lengths, first[:-1])
-    return Sequences(tokens, mask if cfg.mask_prompt else None, fitted, first, counted)
+    packs, masked = cfg.records.pack and not cfg.pairs, cfg.mask_prompt or cfg.pairs
+    first = _next_fit(lengths, cfg.seq_len) if packs else np.arange(len(lengths) + 1)
+    counted = np.add.reduceat(fitted.counted if masked else lengths, first[:-1])
+    return Sequences(tokens, mask if masked else None, fitted, first, counted)
 
 
 def _next_fit(lengths: np.ndarray, most: int) -> np.ndarray:

@@ -19,7 +19,8 @@ from zpp_lab.data.prepare import open_tokenizer
 from zpp_lab.data.records import encoded, parts_of, record_corpus
 from zpp_lab.data.tokenizer import Tokenizer
 
-_OURS = ("prompts", "completions")  # arguments of a reward that no field can have
+# arguments of a reward that no field can have
+_OURS = ("prompts", "completions", "prompt_ids", "completion_ids")
 
 
 @dataclass(frozen=True)

@@ -62,17 +62,20 @@ class RecordCorpus:
     files: FileCorpus
     fields: RecordConfig
     template: ChatTemplate | None = None
+    pairs: bool = False  # a line is two documents: the prompt with either completion
 
     @property
     def count(self) -> None:
         return None
 
     def identity(self) -> dict[str, Any]:
-        unused = ("pack", "too_long", "template")  # how tokens are laid out; a file's name
+        unused = ["pack", "too_long", "template"]  # how tokens are laid out; a file's name
+        unused += [] if self.pairs else ["chosen", "rejected"]
         fields = {k: v for k, v in asdict(self.fields).items() if k not in unused}
         source = self.template.source if self.template else None
         own = {"fields": fields, "reading": _READING}
-        return self.files.identity() | own | ({"chat": source} if source else {})
+        more = ({"chat": source} if source else {}) | ({"pairs": True} if self.pairs else {})
+        return self.files.identity() | own | more
 
     def documents(self) -> Iterator[tuple[str, bytes]]:
         """Yield (file:line, the record's whole text): what a BPE learns from."""
@@ -83,11 +86,12 @@ class RecordCorpus:
         """Yield (file:line, parts); ValueError names both. `found` collects notes for users."""
         found = found or Findings()
         for name, place, line in self.lines():
+            given = (line, self.fields, place, found, self.template)
             try:
-                parts = parts_of(line, self.fields, place, found, self.template)
+                each = pair_of(*given) if self.pairs else (parts_of(*given),)
             except ValueError as error:
                 raise ValueError(f"data: {place}: {error}") from None
-            yield name, parts
+            yield from ((name, parts) for parts in each)
 
     def lines(self) -> Iterator[tuple[str, str, bytes]]:
         """Yield (file:line, the place for messages, its content) of each record."""
@@ -103,17 +107,53 @@ class RecordCorpus:
 def record_corpus(cfg: DataConfig) -> RecordCorpus:
     """Open the file `data.path`, every *.jsonl below that folder, or a made task."""
     if cfg.name in TASKS:
-        return RecordCorpus(task_files(cfg), cfg.records)
+        return RecordCorpus(task_files(cfg), cfg.records, pairs=cfg.pairs)
     assert cfg.path is not None, "DataConfig asks for a path"
     path = Path(cfg.path)
     files = text_corpus(path, cfg.max_bytes, ".jsonl" if path.expanduser().is_dir() else "")
-    return RecordCorpus(files, cfg.records, chat_template(cfg))
+    return RecordCorpus(files, cfg.records, chat_template(cfg), cfg.pairs)
 
 
 def parts_of(
     line: bytes, fields: RecordConfig, place: str, found: Findings, template: ChatTemplate | None
 ) -> list[Part]:
     """Return the parts of one record; ValueError for one that cannot be used."""
+    return _parts(_whole(line, place, found), fields, place, found, template)
+
+
+def pair_of(
+    line: bytes, fields: RecordConfig, place: str, found: Findings, template: ChatTemplate | None
+) -> tuple[list[Part], list[Part]]:
+    """Return the parts of a pair's chosen and rejected text, as finetuning on either would read it.
+    ValueError for a pair that cannot be used."""
+    record, names = _whole(line, place, found), (fields.chosen, fields.rejected)
+    if missing := [name for name in names if name not in record]:
+        raise ValueError(
+            f"missing field {' and '.join(map(repr, missing))} of a pair (data.pairs); it has "
+            f"{', '.join(map(repr, record)) or 'none'}. Set data.records.chosen and "
+            "data.records.rejected"
+        )
+    chosen, rejected = (record.pop(name) for name in names)
+    if chosen == rejected:
+        raise ValueError(f"{names[0]!r} and {names[1]!r} are equal, {_NOTHING}")
+    each = (_with_completion(record, fields, completion) for completion in (chosen, rejected))
+    first, second = (_parts(own, fields, place, found, template) for own in each)
+    return first, second
+
+
+def _with_completion(record: Record, fields: RecordConfig, completion: Any) -> Record:
+    """Return a pair's record with one of its completions: a text after the prompt, or messages, to
+    which the prompt's belong."""
+    if not isinstance(completion, list):
+        return record | {fields.completion: completion}
+    rest = {name: value for name, value in record.items() if name != fields.prompt}
+    before = record.get(fields.prompt, [])
+    if isinstance(before, str):
+        before = [{"role": "user", "content": before}]
+    return rest | {fields.messages: [*before, *completion]}
+
+
+def _whole(line: bytes, place: str, found: Findings) -> Record:
     try:
         record = json.loads(line, object_pairs_hook=named_once)
     except ValueError as error:
@@ -123,6 +163,12 @@ def parts_of(
     whole = _unicode(record) if b"\\u" in line or b"\xed" in line else record
     if whole != record:
         found.count("have lone surrogates (\\ud800 to \\udfff), read as '?'", place)
+    return dict(whole)
+
+
+def _parts(
+    whole: Record, fields: RecordConfig, place: str, found: Findings, template: ChatTemplate | None
+) -> list[Part]:
     if fields.messages in whole:
         parts = _chat(whole, fields, place, found, template)
     else:
@@ -269,8 +315,9 @@ def encode_records(
     corpus: RecordCorpus, cfg: DataConfig, tokenizer: Tokenizer, work: Path
 ) -> dict[str, Any]:
     """Write SPLIT.bin, SPLIT.offsets.bin and SPLIT.mask.bin (uint8 [tokens], 1: counted). Every
-    n-th record is held out. A record's end marker belongs to its last part. Returns the meta;
-    ValueError for fewer records than n, and for one that cannot be used."""
+    n-th record is held out. A record's end marker belongs to its last part; of a pair's texts it
+    alone counts, and its place is where they are scored. Returns the meta; ValueError for fewer
+    records than n, and for one that cannot be used."""
     digest = hashlib.sha256(f"{tokenizer.dumps()}\n{cfg.heldout_every}\n".encode())
     found = Findings()
     with ExitStack() as stack:
@@ -280,10 +327,12 @@ def encode_records(
             writers[split] = TokenWriter(stream, tokenizer)
             masks[split] = stack.enter_context(open(work / f"{split}.mask.bin", "wb"))
         count = 0
-        for name, parts in corpus.records(found):
-            count += 1
+        for i, (name, parts) in enumerate(corpus.records(found)):
+            count = 1 + i // (1 + corpus.pairs)
             split = "train" if count % cfg.heldout_every else "heldout"
             tokens, counted = encoded(parts, tokenizer)
+            if corpus.pairs:
+                counted = (np.arange(len(counted)) == len(tokens)).astype(np.uint8)
             given = [[p.tokens or p.text, p.counted, p.marks] for p in parts]
             digest.update(json.dumps([name, split, given]).encode())
             writers[split].add(tokens)

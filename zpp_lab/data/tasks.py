@@ -1,7 +1,8 @@
 """Small tasks as records, made here: sums that a reward can check, for reinforcement learning.
 
 Some answers may have one random digit (`data.wrong`): a model that learns from those alone samples
-the right answer about as often as it stood in the text, which is where rewards take over.
+the right answer about as often as it stood in the text, which is where rewards take over. With
+`data.pairs` the right answer is preferred to one with a wrong digit.
 """
 
 from __future__ import annotations
@@ -40,15 +41,17 @@ class TaskFiles(FileCorpus):
 def task_files(cfg: DataConfig) -> TaskFiles:
     """Make the task `cfg.name`, cut to `cfg.max_bytes`: the same records every time."""
     draw = np.random.Generator(np.random.Philox(key=1))
-    pairs = (_additions if cfg.name == "addition" else _sums)(draw)
-    lines = (
-        json.dumps({"prompt": prompt, "completion": _with_error(answer, cfg.wrong, draw)}) + "\n"
-        for prompt, answer in pairs
+    asked = (_additions if cfg.name == "addition" else _sums)(draw)
+    records = (
+        {"prompt": prompt, "chosen": answer, "rejected": _with_error(answer, 1, draw, other=True)}
+        if cfg.pairs
+        else {"prompt": prompt, "completion": _with_error(answer, cfg.wrong, draw)}
+        for prompt, answer in asked
     )
-    content = "".join(lines).encode()
+    content = "".join(json.dumps(record) + "\n" for record in records).encode()
     size, take = len(content), min(cfg.max_bytes or len(content), len(content))
     file = File(f"{cfg.name}.jsonl", size, 0, take)
-    made = (cfg.name, cfg.wrong, take)
+    made = (cfg.name, "pairs" if cfg.pairs else cfg.wrong, take)
     return TaskFiles(Path(cfg.name), (file,), content=content, made=made)
 
 
@@ -68,9 +71,11 @@ def _sums(draw: np.random.Generator) -> Iterator[tuple[str, str]]:
         yield "+".join(map(str, terms)) + "=", written
 
 
-def _with_error(answer: str, share: float, draw: np.random.Generator) -> str:
-    """Return the answer, with one of its digits random in a share of the calls."""
+def _with_error(answer: str, share: float, draw: np.random.Generator, other: bool = False) -> str:
+    """Return the answer, with one of its digits random in a share of the calls; `other`: never the
+    right one."""
     chance, where, digit = draw.random(3).tolist()
     places = [i for i, character in enumerate(answer) if character.isdigit()]
     at = places[int(where * len(places))]
-    return answer[:at] + str(int(digit * 10)) + answer[at + 1 :] if chance < share else answer
+    new = (int(answer[at]) + 1 + int(digit * 9)) % 10 if other else int(digit * 10)
+    return answer[:at] + str(new) + answer[at + 1 :] if chance < share else answer

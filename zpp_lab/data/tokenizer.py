@@ -23,6 +23,7 @@ _FILE = "tokenizer.json"
 _AGAIN = "set data.tokenizer_path to a tokenizer's, or save it again"
 TEMPLATE = "chat_template.jinja"
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+_OTHERS = (_FILE, "tokenizer.model", "vocab.json", "spiece.model")
 
 
 class Tokenizer(Protocol):
@@ -256,6 +257,29 @@ def definition_file(path: Path) -> Path:
             "(AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER))"
         )
     return file
+
+
+def check_folder(path: Path, own: Path | None, fix: str) -> None:
+    """ValueError where the model folder `path` has another tokenizer than the tokenizer.json `own`;
+    None: bytes. Of a folder without a tokenizer nothing is known."""
+    there = [name for name in _OTHERS if (path / name).is_file()]
+    if there and own is None:
+        raise ValueError(
+            f"{path} has a tokenizer of its own ({there[0]}), but bytes are read: {fix}"
+        )
+    if own is None or _FILE not in there or not own.is_file():
+        return
+    if not _vocabulary(own).items() <= _vocabulary(path / _FILE).items():
+        raise ValueError(f"{path} has another tokenizer than {own}: {fix}")
+
+
+def _vocabulary(file: Path) -> dict[str, int]:
+    tokenizers = package("tokenizers", f"{file.parent}, with a tokenizer,")
+    try:
+        found: dict[str, int] = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
+    except Exception as error:  # of its own kind
+        raise ValueError(f"{file} is not a tokenizer: {error}") from None
+    return found
 
 
 def files_of(file: Path) -> list[Path]:

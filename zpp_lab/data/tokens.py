@@ -73,6 +73,7 @@ def _packed(folder: Path, meta: dict[str, Any], cfg: DataConfig) -> PackedData:
         train=train,
         held=held,
         notes=(*notes, *meta["notes"]),
+        pairs=cfg.pairs,
     )
 
 

@@ -13,6 +13,7 @@ telemetry address parameters by name. Parameter names:
     layers.N.mlp.w_down.weight            [dim, ffn]
     norm.weight                           [dim]
     head.weight                           [vocab, dim], absent when the head is tied
+    score.weight                          [1, dim], in its place with model.scalar_head
 
 There are no buffers: a model built on the meta device is whole once its
 parameters are.
@@ -44,6 +45,7 @@ from zpp_lab.models import fused
 from zpp_lab.models.generate import Cache
 from zpp_lab.models.llama_hf import LlamaStart
 from zpp_lab.models.loss import chunked_losses, chunked_scores, mean_of, times, whole_scores
+from zpp_lab.models.objective import pair_losses
 from zpp_lab.models.start import RunStart, SeededStart, Start
 
 Whole = Callable[[Tensor], Tensor]
@@ -295,7 +297,9 @@ class Llama(nn.Module):
         self.embed = Embedding(vocab_size, cfg.dim)
         self.layers = nn.ModuleList(Block(cfg, rope) for _ in range(cfg.layers))
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = None if cfg.tied_head else nn.Linear(cfg.dim, vocab_size, bias=False)
+        no_logits = cfg.tied_head or cfg.scalar_head
+        self.head = None if no_logits else nn.Linear(cfg.dim, vocab_size, bias=False)
+        self.score = nn.Linear(cfg.dim, 1, bias=False) if cfg.scalar_head else None
 
     def forward(
         self,
@@ -309,7 +313,8 @@ class Llama(nn.Module):
         tokens, targets: int64 [batch, length]. Logits: [batch, length, vocab] in the parameters'
         dtype. `share`: see `mean_of`, for targets that do not all count. `each`: every target's own
         scores (`token_scores`), fp32 [2, batch · length]; the loss of one that is IGNORED is 0.
-        `cache`, for generation: logits [batch, vocab] of the places that it wants."""
+        `cache`, for generation: logits [batch, vocab] of the places that it wants. With a scalar
+        head: scores, fp32 [batch, length], or what `pair_losses` makes of them."""
         # Here, so that no compiled block ever makes a table: the others would find it made, and
         # be compiled a second time.
         self.rope.table(tokens.shape[1] if cache is None else cache.slots, tokens.device)
@@ -317,6 +322,9 @@ class Llama(nn.Module):
         for i, layer in enumerate(self.layers):
             x = layer(x) if cache is None else layer(x, cache, i)
         x = self.norm(x if cache is None else cache.wanted(x))
+        if self.score is not None:
+            scores = F.linear(x.float(), self.score.weight.float())[..., 0]
+            return scores if targets is None else pair_losses(scores, targets, each)
         # A tied head reads the embedding here rather than sharing a Parameter object:
         # materialising a meta model would silently break the sharing.
         head = self.embed.weight if self.head is None else self.head.weight
@@ -343,8 +351,9 @@ class Llama(nn.Module):
     def start(self, seed: int) -> Start:
         """Return the first weights: every parameter from (seed, name, shape), see `init.py`, or
         from the folder or the run that the config names."""
+        seeded = SeededStart(self, seed, self.cfg)
         if self.cfg.start:
-            return RunStart(self, Path(self.cfg.start))
+            return RunStart(self, Path(self.cfg.start), seeded)
         if self.cfg.weights == "pretrained":
-            return LlamaStart(self, self.cfg, self.vocab_size)
-        return SeededStart(self, seed, self.cfg)
+            return LlamaStart(self, self.cfg, self.vocab_size, seeded)
+        return seeded

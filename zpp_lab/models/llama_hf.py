@@ -1,5 +1,5 @@
 """The built-in decoder under Hugging Face's names: LlamaForCausalLM, or with `model.qk_norm`
-Qwen3ForCausalLM, in both directions.
+Qwen3ForCausalLM, in both directions; with `model.scalar_head` their …ForSequenceClassification.
 
 The two compute the same but turn other pairs of a head's numbers: ours the neighbours
 (2i, 2i + 1), theirs i and i + head_dim / 2. So rows of the query and key projections, and of the
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.files import damaged, parse_json
-from zpp_lab.models.start import Start, WeightFiles
+from zpp_lab.models.start import SCORE, Start, WeightFiles, lacks_score
 
 _PARTS = {
     "attention_norm": "input_layernorm",
@@ -35,6 +35,7 @@ _ENDS = {
     "embed.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
+    SCORE: "score.weight",  # of a LlamaForSequenceClassification
 }
 
 
@@ -79,9 +80,11 @@ def to_pairs(weight: Tensor, head_dim: int) -> Tensor:
 
 
 def hf_config(cfg: ModelConfig, vocab_size: int, seq_len: int, end: int | None) -> dict[str, Any]:
-    """Return config.json for a model of `cfg`; `end` closes a document."""
+    """Return config.json for a model of `cfg`; `end` closes a document. A scalar head is read at a
+    row's last token that is no padding."""
+    head = "SequenceClassification" if cfg.scalar_head else "CausalLM"
     return {
-        "architectures": ["Qwen3ForCausalLM" if cfg.qk_norm else "LlamaForCausalLM"],
+        "architectures": [f"{'Qwen3' if cfg.qk_norm else 'Llama'}For{head}"],
         "model_type": _kind(cfg),
         "max_position_embeddings": seq_len,
         "hidden_act": "silu",
@@ -92,6 +95,7 @@ def hf_config(cfg: ModelConfig, vocab_size: int, seq_len: int, end: int | None) 
         "eos_token_id": end,
         "rope_scaling": None,
         **_shape(cfg, vocab_size),
+        **({"num_labels": 1, "pad_token_id": end} if cfg.scalar_head else {}),
     }
 
 
@@ -109,19 +113,22 @@ class LlamaStart(Start):
     `model.qk_norm`; rows are read on their own. ValueError when its config.json describes another
     model, or tensors are missing, left over or of another shape; it lists them."""
 
-    def __init__(self, model: nn.Module, cfg: ModelConfig, vocab_size: int) -> None:
+    def __init__(self, model: nn.Module, cfg: ModelConfig, vocab_size: int, seeded: Start) -> None:
+        """seeded: of a scalar head that the folder lacks."""
         assert cfg.path is not None, "ModelConfig asks for a path"
         self.head_dim, self.tied = cfg.dim // cfg.heads, cfg.tied_head
         self.stored = WeightFiles(Path(cfg.path))
         _check_config(Path(cfg.path), cfg, vocab_size)
         found = {n for n in self.stored.files if not n.endswith("rotary_emb.inv_freq")}
         found -= {_ENDS["head.weight"]} if self.tied else set()  # some folders hold it twice
-        self.stored.check(
-            {hf_name(n): p.shape for n, p in model.named_parameters()},
-            {n: self.stored.shape(n) for n in found},
-        )
+        wanted = {hf_name(n): p.shape for n, p in model.named_parameters()}
+        there = {n: self.stored.shape(n) for n in found}
+        self.seeded = seeded if lacks_score(wanted, there, _ENDS["head.weight"]) else None
+        self.stored.check(wanted, there)
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
+        if name == SCORE and self.seeded:
+            return self.seeded.rows(name, first, last)
         if not turned(name):
             return self._plain(name, first, last)
         start = first - first % self.head_dim  # whole heads: a head's rows change places

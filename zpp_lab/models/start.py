@@ -16,6 +16,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from zpp_lab.runs.checkpoint.read import Ranks, open_saved
 from zpp_lab.runs.checkpoint.tensor_file import Place, read_layout, read_rows
 
 INDEX = "model.safetensors.index.json"
+SCORE = "score.weight"  # of a scalar head
 Shapes = Mapping[str, Sequence[int]]
 Rows = Callable[[tuple[int, ...]], tuple[int, int]]  # whole shape → first row, last row + 1
 
@@ -64,6 +66,16 @@ class WeightFiles:
         if path not in self.layouts:
             self.layouts[path] = _opened(path)
         return self.layouts[path][name]
+
+
+def lacks_score(wanted: dict[str, Any], found: dict[str, Any], head: str) -> bool:
+    """Return whether a scalar head is `wanted` that `found` has not: then it is left out of one and
+    the vocabulary's `head` of the other."""
+    lacks = SCORE in wanted and SCORE not in found
+    if lacks:
+        del wanted[SCORE]
+        found.pop(head, None)
+    return lacks
 
 
 def differences(wanted: Shapes, found: Shapes) -> str:
@@ -216,20 +228,25 @@ class RunStart(Start):
     make one, and take the same. ValueError lists every weight that is missing, left over, or of
     another shape."""
 
-    def __init__(self, model: nn.Module, path: Path) -> None:
+    def __init__(self, model: nn.Module, path: Path, seeded: Start | None = None) -> None:
+        """seeded: of a scalar head that the run lacks."""
         try:
             self.saved = open_saved(path, Ranks(dist.is_available() and dist.is_initialized()))
         except ValueError as error:
             fix = "; name an older one" if isinstance(error, DamagedError) else ""
             raise ValueError(f"model.start={path}: {error}{fix}") from None
         here = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        if faults := differences(here, self.saved.shapes):
+        there = dict(self.saved.shapes)
+        self.seeded = seeded if lacks_score(here, there, "head.weight") else None
+        if faults := differences(here, there):
             raise ValueError(
                 f"model.start={path} is of another model: {faults}. Set model.… and "
                 "data.tokenizer as in that run's config.yaml"
             )
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
+        if name == SCORE and self.seeded:
+            return self.seeded.rows(name, first, last)
         try:
             return self.saved.rows(name, first, last)
         except DamagedError as error:

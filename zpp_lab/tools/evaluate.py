@@ -34,9 +34,9 @@ from zpp_lab.config.parser import check_own
 from zpp_lab.config.schema import Config, EngineConfig
 from zpp_lab.data import PackedData, TokenData, open_data
 from zpp_lab.data.prepare import TOKENIZER
-from zpp_lab.data.tokenizer import open_outside
+from zpp_lab.data.tokenizer import check_folder, open_outside
 from zpp_lab.engines.build import pick_device
-from zpp_lab.files import CONFIG, below, missing, package, text_table, write_atomic
+from zpp_lab.files import CONFIG, below, missing, text_table, write_atomic
 from zpp_lab.models import build_model
 from zpp_lab.models.llama import Llama
 from zpp_lab.models.loss import counted, mean_loss, token_scores
@@ -48,15 +48,15 @@ from zpp_lab.tools.export.wire import WireWeights, codec_text, parse_codec
 from zpp_lab.train.evaluation import Heldout, open_heldout
 from zpp_lab.train.resume import check_reads, warn_of_change
 
-_TOKENIZERS = (TOKENIZER, "tokenizer.model", "vocab.json", "spiece.model")
-
 
 def check_comparable(
     model: Any, path: Path, source: Path, data: DataConfig, window: Tensor
 ) -> None:
     """Raise ValueError when the model in `path` cannot read the held-out tokens of the run
     `source`, or cannot be asked for them. window: int64 [1, T], some of those tokens."""
-    _same_tokenizer(path, source, data)
+    own = open_outside(data).file if data.tokenizer == "hf" else source / TOKENIZER
+    fix = f"set --data to a run with that tokenizer in place of {source}"
+    check_folder(path, None if data.tokenizer == "bytes" else own, fix)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < window.shape[1]:
         raise ValueError(
@@ -67,33 +67,6 @@ def check_comparable(
         raise ValueError(
             f"{path} is not a causal language model: its logits depend on the tokens to predict"
         )
-
-
-def _same_tokenizer(path: Path, source: Path, data: DataConfig) -> None:
-    """Of a folder without a tokenizer nothing is known."""
-    there = [name for name in _TOKENIZERS if (path / name).is_file()]
-    if there and data.tokenizer == "bytes":
-        raise ValueError(
-            f"{path} has its own tokenizer ({there[0]}), but {source} reads bytes: set --data to "
-            "a run with that tokenizer"
-        )
-    if TOKENIZER not in there or data.tokenizer == "bytes":
-        return
-    own = source / TOKENIZER if data.tokenizer == "bpe" else open_outside(data).file
-    if own.is_file() and not _vocabulary(own).items() <= _vocabulary(path / TOKENIZER).items():
-        raise ValueError(
-            f"{path} has another tokenizer than {source}; set --data to a run with "
-            "the same tokenizer"
-        )
-
-
-def _vocabulary(file: Path) -> dict[str, int]:
-    tokenizers = package("tokenizers", f"{file.parent}, with a tokenizer,")
-    try:
-        found: dict[str, int] = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
-    except Exception as error:  # of its own kind
-        raise ValueError(f"{file} is not a tokenizer: {error}") from None
-    return found
 
 
 @torch.no_grad()

@@ -41,11 +41,12 @@ _WINDOW = 20  # steps that the smoothed loss is the mean of
 class Heldout:
     """Batches of held-out windows, and the document of every target that counts. documents: int64
     [counted targets], places in the held-out split, never decreasing. bytes: int64 [counted
-    targets], of text; None where the tokenizer does not tell."""
+    targets], of text; None where the tokenizer does not tell. pairs: documents are preferences."""
 
     batches: list[Batch]
     documents: np.ndarray
     bytes: np.ndarray | None = None
+    pairs: bool = False
 
     @cached_property
     def hash(self) -> str:
@@ -93,15 +94,23 @@ def open_heldout(config: Config, data: TokenData | PackedData) -> Heldout:
     """Open about `train.eval_tokens` held-out tokens in windows of `data.seq_len`."""
     length, tokens = config.data.seq_len, config.train.eval_tokens
     batches: list[Batch] = list(data.heldout(tokens, heldout_size(length), length))
-    sizes = text_bytes(config.data, data.folder)
+    pairs = config.data.pairs
+    sizes = None if pairs else text_bytes(config.data, data.folder)
     if sizes is not None:
         targets = np.concatenate([batch[1].numpy().ravel() for batch in batches])
         sizes = sizes[targets[targets != IGNORED]]
-    return Heldout(batches, data.heldout_documents(tokens, length), sizes)
+    return Heldout(batches, data.heldout_documents(tokens, length), sizes, pairs)
+
+
+def perplexity(loss: float) -> float:
+    """Return e to the loss, in nats a token."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 class LossReadout:
-    """The held-out loss of an engine's weights, and what else follows from the same scores."""
+    """The held-out loss of an engine's weights, and what else follows from the same scores. Of a
+    reward model: the loss of pairs, and how many of them it prefers as given; a pair's two texts
+    have the pair's scores, and stand where other data has tokens."""
 
     def __init__(self, config: Config, engine: Engine, data: TokenData | PackedData) -> None:
         self.engine, self.heldout = engine, open_heldout(config, data)
@@ -125,7 +134,7 @@ class LossReadout:
         loss = mean_loss(self.scores[0])
         facts = {
             "heldout_loss_master": self.engine.evaluate(step, self.heldout.batches, wire=False),
-            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            **({} if self.heldout.pairs else {"perplexity": perplexity(loss)}),
             **self.heldout.accuracy(self.scores),
             **self.heldout.per_byte(self.scores),
         }

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # settings by which a model of the same parameters computes something else, or has others
 _FUNCTION = (
     *("name", "options", "dim", "layers", "heads", "kv_heads", "ffn", "vocab_size"),
-    *("tied_head", "rope_theta", "norm_eps", "qk_norm"),
+    *("tied_head", "scalar_head", "rope_theta", "norm_eps", "qk_norm"),
 )
 _MOMENTS = ("beta1", "beta2", "eps", "optimizer_state")  # by which AdamW's state means another one
 _CHECKPOINT = "use a run's RUN/checkpoints/step-…"
@@ -145,9 +145,11 @@ def _rl(config: Config) -> None:
     """ValueError for an unknown reward, and for prompts that cannot be used."""
     if config.task != "rl":
         return
-    from zpp_lab.train.rl.rewards import reward
+    from zpp_lab.train.rl.learned import check_learned
+    from zpp_lab.train.rl.rewards import LEARNED, reward
 
-    for name in config.rl.rewards:
+    check_learned(config)
+    for name in {*config.rl.rewards} - {LEARNED}:
         reward(name)
     if config.data.tokenizer != "bpe":  # which learns from its text first
         from zpp_lab.data.prompts import open_prompts

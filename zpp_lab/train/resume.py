@@ -59,17 +59,17 @@ def check_same_data(folder: Path, data: TokenData | PackedData, resumed: bool) -
         )
 
 
-def check_start(start: Path, data: TokenData | PackedData) -> None:
-    """ValueError when the run of the checkpoint `start` had another tokenizer than `data`. A
-    checkpoint without its run's data.json cannot be checked, which a line on stderr says."""
+def check_start(named: str, start: Path, data: TokenData | PackedData) -> None:
+    """ValueError when the run of the checkpoint `start`, set by `named`, had another tokenizer than
+    `data`. One without its run's data.json cannot be checked, which a line on stderr says."""
     file = next((f / FILE for f in (start, *start.parents[:2]) if (f / FILE).is_file()), None)
     if file is None:
-        print(f"model.start={start}: no {FILE}, so tokenizers are not compared", file=sys.stderr)
+        print(f"{named}={start}: no {FILE}, so tokenizers are not compared", file=sys.stderr)
         return
     recorded = _recorded(file.parent)
     if recorded["tokenizer"] != data.tokenizer:
         raise ValueError(
-            f"model.start={start} was trained with another tokenizer ({recorded['vocab_size']} "
+            f"{named}={start} was trained with another tokenizer ({recorded['vocab_size']} "
             f"tokens, here {data.vocab_size}): set data.tokenizer as in its config.yaml; for a BPE "
             "of its own data.tokenizer=hf data.tokenizer_path=RUN_FOLDER"
         )

@@ -68,10 +68,12 @@ def block_work(unit: UnitPlan, config: Config) -> Work:
 
 def head_work(root: UnitPlan, config: Config, vocab: int) -> Work:
     """Count the FLOPs of the last product. In chunks backward computes its logits again."""
-    tokens = config.train.batch_size * config.data.seq_len
-    forward = 2.0 * vocab * config.model.dim * tokens
-    head = "embed.weight" if config.model.tied_head else "head.weight"
-    trained, again = head in root.unit.trainable, config.model.loss_chunk or config.model.z_loss
+    tokens, model = config.train.batch_size * config.data.seq_len, config.model
+    forward = 2.0 * (1 if model.scalar_head else vocab) * model.dim * tokens
+    if model.scalar_head:
+        return Work(forward, 2 * forward, 0.0)
+    head = "embed.weight" if model.tied_head else "head.weight"
+    trained, again = head in root.unit.trainable, model.loss_chunk or model.z_loss
     return Work(forward, forward * (1 + trained), forward if again else 0.0)
 
 

@@ -22,7 +22,7 @@ def open_task(
     config: Config, engine: Engine, data: TokenData | PackedData, folder: Path, rank: int
 ) -> tuple[Source, Readout]:
     """Open batches and readout of a run in `folder`, before its engine loads a checkpoint."""
-    if config.task == "text":
+    if config.task != "rl":
         return TextSource(config, data), LossReadout(config, engine, data)
     tokenizer, judge = open_tokenizer(config.data, data.folder), Judge(config, folder, rank)
     train, heldout = open_prompts(config, data.folder)

@@ -40,6 +40,7 @@ from zpp_lab.train.inputs import check_run
 from zpp_lab.train.launch.cause import memory_is_full
 from zpp_lab.train.profile import Profile
 from zpp_lab.train.resume import check_same_data, check_start, note_data, open_store, resume
+from zpp_lab.train.rl.learned import check_reads
 from zpp_lab.train.rl.rewards import RewardError
 from zpp_lab.train.speed import Meter
 from zpp_lab.train.tasks import Source, open_task
@@ -153,7 +154,8 @@ class Trainer:
     def _look_at(self, data: Data) -> None:
         """Check the data against the checkpoint, and print notes, before anything is built."""
         if self.config.model.start:
-            check_start(Path(self.config.model.start), data)
+            check_start("model.start", Path(self.config.model.start), data)
+        check_reads(self.config, data)
         for note in (*data.notes, *self.train.notes) if self.rank == 0 else ():
             print(note, file=sys.stderr)
         passes = self.config.cluster.readers * self.train.micro_steps

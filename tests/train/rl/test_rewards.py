@@ -56,7 +56,9 @@ def test_a_reward_that_hangs_scores_0() -> None:
 
 
 def test_an_unknown_reward_lists_the_valid_ones() -> None:
-    with pytest.raises(ValueError, match=r"rl\.rewards.*additoin.*addition, exact, format, sums"):
+    with pytest.raises(
+        ValueError, match=r"rl\.rewards.*additoin.*addition, exact, format, learned, sums"
+    ):
         reward("additoin")
 
 

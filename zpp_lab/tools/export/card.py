@@ -229,6 +229,8 @@ def write_readme(
     facts |= {"base_model": _name(base)} if base else {}
     line = f"{began} Licence: {own}." if own != "unknown" else f"{began} {_UNKNOWN}"
     front = yaml.safe_dump(facts, sort_keys=False)
+    if config.model.scalar_head:
+        text = text.replace("ForCausalLM", "ForSequenceClassification")
     (folder / "README.md").write_text(f"---\n{front}---\n\n{text}\n\n{line}\n", encoding="utf-8")
     for path in [p for p in base.glob("*") if p.is_file() and _TERMS.match(p.name)] if base else []:
         shutil.copy(path, folder / path.name)

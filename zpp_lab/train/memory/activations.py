@@ -118,9 +118,11 @@ class Activations:
         a GPU: the logits, the same in fp32 and the log-probabilities, as backward is one kernel
         (`models/fused.py`; a vocabulary whose order of adding that knows takes less). In chunks:
         one chunk's logits and its fp32 softmax, and the head's gradient; of several chunks that is
-        a sum in fp32 and a part to add.
+        a sum in fp32 and a part to add. A scalar head: its inputs in fp32 and their gradient.
         """
         chunk = self._chunk
+        if self.model.scalar_head:
+            return self._scored + FP32 * self.tokens * self.model.dim
         if not chunk:
             large = self.tokens * self.vocab >= 2**31  # for that kernel
             each = 3 * FP32 if self.itemsize == FP32 or large else self.itemsize + 2 * FP32
@@ -142,8 +144,15 @@ class Activations:
     def heldout_loss(self) -> int:
         """Logits and what token losses make of them, without gradients."""
         chunk = self._chunk
+        if self.model.scalar_head:
+            return self.row + self._scored
         each = self.itemsize + FP32 if chunk or self.itemsize == FP32 else self.itemsize + 2 * FP32
         return self.row + each * min(chunk or self.tokens, self.tokens) * self.vocab
+
+    @property
+    def _scored(self) -> int:
+        """Of a scalar head's inputs in fp32."""
+        return FP32 * self.tokens * self.model.dim if self.itemsize < FP32 else 0
 
     @property
     def _chunk(self) -> int:
@@ -153,7 +162,8 @@ class Activations:
     @property
     def head(self) -> int:
         """Elements of the head that are trained."""
-        return self.vocab * self.model.dim if self.head_trained else 0
+        rows = 1 if self.model.scalar_head else self.vocab
+        return rows * self.model.dim if self.head_trained else 0
 
     @property
     def tied(self) -> bool:

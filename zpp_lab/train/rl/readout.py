@@ -74,7 +74,7 @@ class SuccessReadout:
             made = draw(self.config, policy, tokens, self.offset + places, samples, *at)
         texts = [text_of(self.tokenizer, own) for own in made.completions()]
         given = [self.prompts.texts[i] for i in places]
-        columns = self.prompts.of(places.tolist())
+        columns = self.prompts.of(places.tolist()) | made.ids()
         scores = self.judge.score(f"held out after step {step}", given, texts, columns)
         success = scores.values[0] >= 1
         self.right = success.reshape(-1, self.draws).sum(1)

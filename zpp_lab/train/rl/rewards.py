@@ -4,7 +4,8 @@ An entry point is a function with TRL's signature:
 
     def reward(prompts: list[str], completions: list[str], **columns: list) -> list[float | None]
 
-`columns` has the fields of the prompts' records, such as `completion`, the answer. None is for a
+`columns` has the fields of the prompts' records, such as `completion`, the answer, and the tokens
+`prompt_ids` and `completion_ids`. None is for a
 completion that the reward does not judge, and adds nothing. A reward is called for a whole rollout
 at once, on rank 0, in its main thread; one that takes longer than `rl.timeout` seconds scores 0.
 """
@@ -70,6 +71,7 @@ def _form(text: str) -> str:
     return re.sub(r"[^\W\d_]+", "a", re.sub(r"\d+", "0", text.strip()))
 
 
+LEARNED = "learned"  # by a model (`learned.py`)
 _SHIPPED: dict[str, Reward] = {"addition": addition, "exact": exact, "format": form, "sums": sums}
 
 
@@ -84,7 +86,7 @@ def reward(name: str) -> Reward:
     if name in _SHIPPED:
         return _SHIPPED[name]
     if name not in points:
-        valid = ", ".join(sorted({*_SHIPPED, *points}))
+        valid = ", ".join(sorted({*_SHIPPED, LEARNED, *points}))
         raise ValueError(f"rl.rewards: unknown reward {name!r}; valid names: {valid}")
     try:
         found: Reward = points[name].load()

@@ -34,6 +34,14 @@ class Sampled:
         each = zip(self.tokens, self.prompts, self.lengths, strict=True)
         return [row[start:stop] for row, start, stop in each]
 
+    def ids(self) -> dict[str, list[list[int]]]:
+        """Return the columns of tokens that rewards get; a prompt's begin with an end marker."""
+        prompts = zip(self.tokens, self.prompts, strict=True)
+        return {
+            "prompt_ids": [row[:stop].tolist() for row, stop in prompts],
+            "completion_ids": [tokens.tolist() for tokens in self.completions()],
+        }
+
     def rows(self, length: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return inputs and targets, int64 [N, length], and which targets are sampled, bool."""
         whole = np.full((len(self.tokens), length + 1), end, np.int64)

@@ -25,6 +25,7 @@ from zpp_lab.data.packed import shuffled
 from zpp_lab.data.prompts import Prompts, text_of
 from zpp_lab.data.tokenizer import Tokenizer
 from zpp_lab.engines.base import Batch, Batches, Engine
+from zpp_lab.engines.build import pick_device
 from zpp_lab.runs.metrics import Record
 from zpp_lab.train.rl.advantages import (
     advantages,
@@ -33,7 +34,8 @@ from zpp_lab.train.rl.advantages import (
     normaliser,
     penalised,
 )
-from zpp_lab.train.rl.rewards import Scores, reward, score
+from zpp_lab.train.rl.learned import Learned
+from zpp_lab.train.rl.rewards import LEARNED, Reward, Scores, reward, score
 from zpp_lab.train.rl.rollouts import Sampled, draw, from_first
 
 LATE, ROLLOUTS = "late_rewards.jsonl", "rollouts"
@@ -44,9 +46,17 @@ class Judge:
 
     def __init__(self, config: Config, folder: Path, rank: int) -> None:
         self.config, self.path, self.rank = config, folder / LATE, rank
-        self.rewards = {name: reward(name) for name in config.rl.rewards}
+        from_first(config, rank, self._open)
         if rank == 0 and not config.run.resume:
             self.path.unlink(missing_ok=True)
+
+    def _open(self) -> None:
+        """Load the rewards, on the rank that calls them."""
+        rl, device = self.config.rl, pick_device(self.config.engine)
+        self.rewards: dict[str, Reward] = {
+            name: Learned(Path(str(rl.learned)), device) if name == LEARNED else reward(name)
+            for name in rl.rewards
+        }
 
     def score(
         self, when: str, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
@@ -209,7 +219,7 @@ class RolloutSource:
             made = draw(self.config, policy, tokens, ids, samples, *at)
         texts = [text_of(self.tokenizer, own) for own in made.completions()]
         given = [self.prompts.texts[i] for i in ids]
-        columns = self.prompts.of(ids.tolist())
+        columns = self.prompts.of(ids.tolist()) | made.ids()
         scores = self.judge.score(f"step {first + 1}", given, texts, columns)
         self.inputs, self.targets, self.counted = made.rows(self.length, self.tokenizer.end)
         old = self._log_probs(first, self.order)

@@ -411,7 +411,8 @@ class _Step:
         """Of the head and the loss, forward and backward."""
         vocab, train = vocabulary(self.config), self.config.train
         work = head_work(self.root, self.config, vocab)
-        logits = train.batch_size * self.config.data.seq_len * vocab
+        each = 1 if self.config.model.scalar_head else vocab
+        logits = train.batch_size * self.config.data.seq_len * each
         loss = LOSS / 2 * logits / self.machine.memory_bytes_per_s
         forward, backward = self._kernels(work)
         return forward + loss, backward + loss

@@ -1,0 +1,131 @@
+"""The reward `learned`: what it scores, what it refuses, and that policies learn from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engines.fsdp_world import run_world
+from tests.small_runs import newest
+from tests.train.rl.test_reward_model import SMALL as PAIRS
+from tests.train.rl.test_reward_model import in_each_rank
+from tests.train.rl.test_runs import SMALL, lines, same_end
+from zpp_lab.cli.main import main
+from zpp_lab.config.compose import compose
+from zpp_lab.config.schema import Config
+from zpp_lab.engines.build import plan_of
+from zpp_lab.models import build_model
+from zpp_lab.runs.checkpoint.read import Saved, flat
+from zpp_lab.tools.export.model import export_hf
+from zpp_lab.train.memory.estimate import estimate
+from zpp_lab.train.rl.learned import Learned
+from zpp_lab.train.trainer import run
+
+REWARD = ("rl.rewards=[addition,learned]", "rl.weights=[0,1]")
+
+
+def place(folder: Path, name: str) -> list[str]:
+    return [f"run.dir={folder / name}", f"data.cache_dir={folder / 'cache'}"]
+
+
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model after a few steps."""
+    folder = tmp_path_factory.mktemp("reward")
+    run(compose([*PAIRS, *place(folder, "run")]))
+    return folder / "run"
+
+
+def policy(folder: Path, name: str, learned: Path, *overrides: str) -> Config:
+    return compose([*SMALL, *REWARD, f"rl.learned={learned}", *place(folder, name), *overrides])
+
+
+def asked() -> dict[str, Any]:
+    """Two prompts: of one the completion has an end marker, of the other none fits."""
+    prompts, completions = ["12+34=", "1="], ["046", "9"]
+    prompt_ids = [[0, *text.encode()] for text in prompts]
+    completion_ids = [[*b"046", 0], [*b"9"]]
+    return {
+        **{"prompts": prompts, "completions": completions, "completion": ["046", "1"]},
+        **{"prompt_ids": prompt_ids, "completion_ids": completion_ids},
+    }
+
+
+def test_a_score_is_read_at_the_last_token(reward: Path) -> None:
+    scores = Learned(reward, torch.device("cpu"))(**asked())
+    model = build_model(compose([*PAIRS]).model, 256)
+    saved = dict(flat(Saved(newest(reward)).state()))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(saved[f"weights.{name}"])
+        alone = [model(torch.tensor([[0, *text]]))[0, -1] for text in (b"12+34=046", b"1=9")]
+    np.testing.assert_allclose(scores, torch.stack(alone).tolist(), rtol=1e-5)
+
+
+def test_an_export_scores_as_its_run_does(reward: Path, tmp_path: Path) -> None:
+    export_hf(reward, tmp_path / "export")
+    each = (Learned(path, torch.device("cpu")) for path in (reward, tmp_path / "export"))
+    ours, theirs = (learned(**asked()) for learned in each)
+    np.testing.assert_allclose(theirs, ours, rtol=1e-4)
+    run(policy(tmp_path, "run", tmp_path / "export", "train.steps=2"))
+
+
+def test_both_engines_agree(reward: Path, tmp_path: Path) -> None:
+    own = ("rl.algorithm=rloo", "rl.correction=sequence")
+    real = ("engine=fsdp", "engine.ordered=true", "engine.device=cpu", "engine.threads=1")
+    there = policy(tmp_path, "fsdp", reward, *own, *real)
+    run_world(2, in_each_rank, there)
+    here = policy(tmp_path, "virtual", reward, *own)
+    run(here)
+    assert lines(here) == lines(there)
+    assert same_end(here, there)
+    rewards = [line["rl"]["rewards"]["learned"] for line in lines(here)]
+    assert len({*rewards}) > 1
+    assert rewards == [line["rl"]["reward"] for line in lines(here)]
+
+
+def test_memory_has_a_line_of_the_reward_model(reward: Path, tmp_path: Path) -> None:
+    config = policy(tmp_path, "run", reward)
+    found = estimate(plan_of(config), config, 256)
+    numel = sum(p.numel() for p in build_model(compose([*PAIRS]).model, 256).parameters())
+    assert found.item("reward model of rank 0").nbytes["loss"] >= 4 * numel
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ("nowhere", "rl.learned"),
+        ("empty", "rl.learned"),
+        ("text", "task=text"),
+        ("causal", "rl.learned"),
+        ("bpe", "data.tokenizer"),
+    ],
+)
+def test_models_that_are_refused(
+    tmp_path: Path, wrong: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    lm = ("task=text", "data.pairs=false", "model.scalar_head=false", "train.steps=1")
+    if wrong in ("text", "causal"):
+        run(compose([*PAIRS, *place(tmp_path, "text"), *lm]))
+    if wrong == "causal":
+        export_hf(tmp_path / "text", tmp_path / "causal")
+    if wrong == "bpe":
+        own = ("train.steps=1", "data.tokenizer=bpe", "data.vocab_size=260", "data.max_bytes=0")
+        run(compose([*PAIRS, *place(tmp_path, "bpe"), *own]))
+    capsys.readouterr()
+    learned = [f"rl.learned={tmp_path / wrong}", *place(tmp_path, "run")]
+    assert main(["train", *SMALL, *REWARD, *learned]) == 2
+    said = capsys.readouterr().err
+    assert named in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_reward_and_its_model_need_each_other(tmp_path: Path) -> None:
+    for own in (["rl.rewards=[learned]"], ["rl.rewards=[exact]", "rl.learned=x"]):
+        with pytest.raises(ValueError, match=r"rl\.learned"):
+            compose([*SMALL, *own])
