@@ -7,7 +7,7 @@
 #   studies      the recipes of the studies (w8, w4, g8_4_hadamard) on 2x2, for their loss beside speed
 #   blocks       2x2 with one block a unit and with several (BLOCKS="1 4"), in OUT/blocks
 #   calibrate    no bench of steps: OUT/machine.json for `zpp-lab plan --machine` and check_cost.py
-#   probe        no bench: can nodes share the GPUs of this machine? Under a minute
+#   rollouts     no bench: generation beside training on 2x1, at ROLLED="12 25", in OUT/rollouts-GBPS.json
 #   deepspeed    its ZeRO-3 and ZeRO++ on 2x2, as more rows of the same table
 #   compiled     1x4 with engine.compile=true, in OUT/compiled; compiled_links on 2x2
 #   sockets      which NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD serve zeropp best, in OUT/sockets
@@ -28,7 +28,7 @@ mkdir -p "$out" runs/speed-logs
 cpu=--cpu
 if nvidia-smi > /dev/null 2>&1; then
   cpu=""
-  [ "$*" = probe ] || kernels "$out" || exit 1
+  kernels "$out" || exit 1
 fi
 gpus=${GPUS:-$(nvidia-smi -L 2> /dev/null | grep -c '^GPU ')}
 if [ -n "${GPUS:-}" ]; then export CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((GPUS - 1))); fi
@@ -187,9 +187,13 @@ for part in "$@"; do
       efficiency=$(sed -n 's/.*"efficiency": \([0-9.]*\).*/\1/p' conf/machine/h200.json)
       timeout -k 5 "$(within "${SECONDS_CALIBRATE:-240}")" python3 -m zpp_lab.cli bench calibrate \
         ${cpu:+--cpu --tiny} --efficiency "$efficiency" --out "$out/machine.json" 2>&1 | tee -a "$out/log.txt" ;;
-    probe)
-      timeout -k 5 "$(within "${SECONDS_PROBE:-70}")" python3 experiments/speed/share_probe.py $cpu \
-        --out "$out/probe.json" 2>&1 | tee -a "$out/log.txt" ;;
+    rollouts)
+      for gbps in ${ROLLED:-12 25}; do
+        timeout -k 5 "$(within "${SECONDS_ROLLOUTS:-280}")" python3 -m zpp_lab.cli emulate --nodes 2 \
+          --gpus-per-node 1 --link-gbps "$gbps" $(shared 2 1) -- python3 experiments/speed/rollouts.py \
+          --out "$out/rollouts-$gbps.json" --gbps "$gbps" --rounds "${ROUNDS:-3}" ${EXTRA:-} 2>&1 |
+          tee -a "$out/log.txt"
+      done ;;
     *) echo "no part $part" ;;
   esac
   echo "== $part: $((SECONDS - began)) s"
