@@ -82,10 +82,10 @@ def measured(cluster: str, settings: Sequence[str]) -> Row:
     engine = started(config, trained())
     for step in range(TRAINED):
         sent = engine.step(step, RATE, batches(config, step), False).bytes
-    engine._gather(TRAINED, "weights_forward", engine.weights, Watch())
-    wired = {n: p.detach().float() for n, p in engine.weights.items()}
-    errors.append(error(wired, {n: p.detach() for n, p in engine.master.items()}))
-    numel = sum(p.numel() for p in engine.master.values())
+    engine.cell.gather(TRAINED, "weights_forward", engine.cell.weights)
+    wired = {n: p.detach().float() for n, p in engine.cell.weights.items()}
+    errors.append(error(wired, {n: p.detach() for n, p in engine.cell.master.items()}))
+    numel = sum(p.numel() for p in engine.cell.master.values())
     kinds = [[t for wire, t in sent.items() if wire.startswith(kind)] for kind in ("weig", "grad")]
     moved = [sum(t[side] for t in kind) / numel for kind in kinds for side in (0, 1)]
     return Row(tuple(moved), tuple(errors))
@@ -122,7 +122,7 @@ def trained() -> dict[str, Tensor]:
     engine = started(config, {})
     for step in range(WARM):
         engine.step(step, RATE, batches(config, step - WARM), False)
-    return {n: p.detach().clone() for n, p in engine.master.items()}
+    return {n: p.detach().clone() for n, p in engine.cell.master.items()}
 
 
 @cache
@@ -145,11 +145,12 @@ def summed(engine: VirtualEngine, config: Config) -> tuple[dict[str, Tensor], di
 
 def steps_of(engine: VirtualEngine, config: Config, steps: int) -> Iterator[dict[str, Tensor]]:
     for step in range(steps):
-        engine.ledger.start_step()
-        engine._start(step)
+        engine.cell.ledger.start_step()
+        engine.cell.start(step)
         _, grads = engine._gradients(step, batches(config, step), Watch())
-        engine._check_bytes()  # what was sent is what was planned
-        engine.memories.commit()
+        # what was sent is what was planned
+        engine.cell.check_bytes(engine._passes(), engine.reduced)
+        engine.cell.memories.commit()
         yield grads
 
 

@@ -47,7 +47,7 @@ def trained(shape: Shape, config: Config, steps: int) -> Kept:
     engine, kept = VirtualEngine(model, build_plan(model, config), config), []
     for step in range(steps):
         done = engine.step(step, 1e-3, lambda r, m, s=step: batch(shape, s, r, m), False)
-        weights = {n: p.detach().cpu().clone() for n, p in engine.master.items()}
+        weights = {n: p.detach().cpu().clone() for n, p in engine.cell.master.items()}
         kept.append((done.loss, done.grad_norm, weights))
     return kept
 

@@ -75,7 +75,7 @@ def _some_cases(
     if mine is not None:
         engine = lab.virtual(shape, configured(own, cluster))
         outcome = lab.run(engine, shape, steps)
-        weights = {n: p.detach().cpu() for n, p in engine.master.items()}
+        weights = {n: p.detach().cpu() for n, p in engine.cell.master.items()}
         key = f"{size} {lab.shape(cluster)} {own}"
         found[key] = differs(mine, (*outcome, weights))
         del engine

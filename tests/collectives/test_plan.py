@@ -107,7 +107,7 @@ def test_the_engine_counts_what_was_planned() -> None:
     engine = VirtualEngine(model, build_plan(model, config), config)
     result = engine.step(0, 1e-3, partial(batch, 0), telemetry=False)
     absent = frozenset({"unused"})
-    trainable = frozenset(n for n, p in engine.master.items() if p.requires_grad)
+    trainable = frozenset(n for n, p in engine.cell.master.items() if p.requires_grad)
     assert engine.reduced == [trainable - absent]
     assert result.bytes == engine.plan.step_bytes(engine.plan.all_used(absent))
     assert result.bytes != engine.plan.step_bytes()

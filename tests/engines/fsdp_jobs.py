@@ -159,7 +159,9 @@ def nan_message(name: str, value: float, case: str) -> list[str]:
     said = []
     for make in (real, virtual) if asked() else (real,):
         engine = make(config)
-        mine = engine.parameters[name] if isinstance(engine, FsdpEngine) else engine.master[name]
+        mine = (
+            engine.parameters[name] if isinstance(engine, FsdpEngine) else engine.cell.master[name]
+        )
         local = mine.to_local() if isinstance(engine, FsdpEngine) else mine
         if not isinstance(engine, FsdpEngine) or engine.rank == 0:
             with torch.no_grad():

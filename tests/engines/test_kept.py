@@ -84,7 +84,7 @@ def test_whole_weights_get_the_same_differences_and_are_gathered_once_a_step() -
 def far(engine: VirtualEngine) -> float:
     """The largest distance of what nodes keep from the masters, where bits are sent."""
     names = [n for u in engine.plan.units for n in u.remembered]
-    pairs = [(engine.sources[n], engine.master[n].detach()) for n in names]
+    pairs = [(engine.cell.sources[n], engine.cell.master[n].detach()) for n in names]
     return max(float((kept - master).abs().max()) for kept, master in pairs)
 
 
@@ -109,7 +109,8 @@ def test_small_steps_cost_little() -> None:
         engine.step(0, 1e-3, partial(batch, 0), telemetry=False)
         names = [s.name for u in engine.plan.units for s in u.update.segments]
         lost[update] = sum(
-            float((engine.sources[n] - engine.master[n].detach()).square().sum()) for n in names
+            float((engine.cell.sources[n] - engine.cell.master[n].detach()).square().sum())
+            for n in names
         )
     assert lost["differences"] < lost["weights"] / 100
 
@@ -165,7 +166,7 @@ def test_new_weights_travel_beside_the_next_forward() -> None:
 def held(engine: Any) -> dict[str, Tensor]:
     """A copy of what a rank keeps."""
     if isinstance(engine, VirtualEngine):
-        return {n: t.clone() for n, t in engine.sources.items()}
+        return {n: t.clone() for n, t in engine.cell.sources.items()}
     rows = [u.update.kept for u in engine.wrapped.installed]
     return {n: row.rows.clone() for unit in rows for n, row in unit.items()}
 
@@ -253,8 +254,8 @@ def from_others(folder: str) -> list[bool]:
     torch.distributed.barrier()
     real.load_checkpoint(Saved(Path(folder) / "less" / "step-00000004"))
     twin.load_state_dict(less)
-    master = twin.master[gone].detach().to(twin.sources[gone].dtype)
-    found.append(equal(kept(real), kept(twin)) and torch.equal(twin.sources[gone], master))
+    master = twin.cell.master[gone].detach().to(twin.cell.sources[gone].dtype)
+    found.append(equal(kept(real), kept(twin)) and torch.equal(twin.cell.sources[gone], master))
     if real.rank == 1:
         real.wrapped.installed[0].update.kept["layers.0.up.weight"].rows[0, 3] += 1
     with pytest.raises(RuntimeError, match=r"node 1 .*layers\.0\.up\.weight"):

@@ -41,7 +41,8 @@ def steps(made: VirtualEngine, first: int, last: int) -> list[float]:
 
 
 def remembered(made: Any) -> dict[str, Tensor]:
-    return {name: t.clone() for name, t in made.memories.state().items()}
+    memories = made.cell.memories if isinstance(made, VirtualEngine) else made.memories
+    return {name: t.clone() for name, t in memories.state().items()}
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
@@ -56,7 +57,7 @@ def test_a_step_that_is_not_finite_leaves_them_as_they_were() -> None:
     config, calls = remembering(train={"micro_steps": 2}), count()
     made, good = engine(config), engine(config)
     bad = {21, 29}  # of 8 backwards a step: in step 2, and when that is repeated
-    made.weights["layers.0.up.weight"].register_hook(
+    made.cell.weights["layers.0.up.weight"].register_hook(
         lambda g: g * (torch.inf if next(calls) in bad else 1.0)
     )
     steps(made, 0, 2), steps(good, 0, 2)
@@ -66,7 +67,7 @@ def test_a_step_that_is_not_finite_leaves_them_as_they_were() -> None:
         steps(made, 2, 3)
     assert same(remembered(made), before)
     assert steps(made, 2, 4) == steps(good, 2, 4)
-    assert_same_bits(made.master, good.master)
+    assert_same_bits(made.cell.master, good.cell.master)
 
 
 def test_evaluation_writes_none() -> None:
@@ -82,9 +83,9 @@ def test_evaluation_writes_none() -> None:
 def test_parameters_without_a_gradient_have_none() -> None:
     made = engine(remembering(exempt={"max_ndim": 0}))
     steps(made, 0, 1)
-    names = {name.split(".", 1)[1] for name in made.memories.state()}
-    assert names == set(made.master) - {"unused", "frozen"}
-    assert {name.split(".")[0] for name in made.memories.state()} == {"grads_intra", "grads_inter"}
+    own = made.cell.memories.state()
+    assert {name.split(".", 1)[1] for name in own} == set(made.cell.master) - {"unused", "frozen"}
+    assert {name.split(".")[0] for name in own} == {"grads_intra", "grads_inter"}
 
 
 def test_a_reset_in_every_step_is_no_memory() -> None:
@@ -105,7 +106,7 @@ def test_a_later_micro_step_adds_what_the_one_before_has_lost() -> None:
         plain = engine(remembering(2, 1, {"micro_steps": 2}, grads={}, hops=1))
         found = []
         for each in (made, plain):
-            each.memories.start(0)
+            each.cell.memories.start(0)
             _, total = each._gradients(0, lambda rank, micro: batch(0, rank, 0), Watch())
             found.append(torch.cat([total[n].flatten() for n in sorted(total)]))
         return float((found[0] - found[1]).norm() / found[1].norm())

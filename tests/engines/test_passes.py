@@ -56,7 +56,7 @@ def trained(
         result = engine.step(step, 1e-2, partial(tokens, step), telemetry=step == 1)
         said += [result.loss, result.grad_norm, *map(float, sum(result.bytes.values(), ()))]
         said.append(engine.evaluate(step, [tokens(9, 9, 9)], wire=True))
-    return said, [p.detach().view(torch.int32).cpu() for p in engine.master.values()]
+    return said, [p.detach().view(torch.int32).cpu() for p in engine.cell.master.values()]
 
 
 def set_up(recipe: str, engine: dict, **train: object) -> Config:

@@ -54,20 +54,20 @@ def test_a_phase_is_the_recipe_that_it_describes(case: str) -> None:
         state = made.state_dict()
         plain.load_state_dict(state)
         if not made.plan.recipe.differences:  # else what nodes keep is in the state
-            plain.sources = {n: t.clone() for n, t in made.sources.items()}
-            plain.stale = made.stale
+            plain.cell.sources = {n: t.clone() for n, t in made.cell.sources.items()}
+            plain.cell.stale = made.cell.stale
         assert train(made, step, step + 1) == train(plain, step, step + 1)
-        assert dict(made.ledger.step) == dict(plain.ledger.step)
+        assert dict(made.cell.ledger.step) == dict(plain.cell.ledger.step)
         assert alike(made.state_dict()["weights"], plain.state_dict()["weights"])
 
 
 def test_memories_go_on_where_a_phase_remembers_alike() -> None:
     made = engine(configured("phases_memory", 2, 2))
     train(made, 0, 1)
-    first = {name: t.clone() for name, t in made.memories.state().items()}
+    first = {name: t.clone() for name, t in made.cell.memories.state().items()}
     assert {n.split(".")[0] for n in first} == {"grads_intra", "grads_inter"}  # at the border
     train(made, 1, 2)
-    wires = {n.split(".")[0] for n in made.memories.state()}
+    wires = {n.split(".")[0] for n in made.cell.memories.state()}
     assert wires == {"grads_intra"}, "the second hop has another store from here on"
 
 

@@ -67,7 +67,7 @@ def test_bits_of_a_rollout_change_its_tokens_and_no_step() -> None:
 def test_weights_that_changed_meanwhile_are_an_error(case: str) -> None:
     engine = virtual(case)
     with engine.rollout(0) as policy:
-        row = next(iter(engine.master.values())).view(-1)
+        row = next(iter(engine.cell.master.values())).view(-1)
     with pytest.raises(RuntimeError, match="rollout"), engine.rollout(0):
         row[3] = torch.nextafter(row[3], row[3] + 1)  # one bit: few-bit codecs would not show it
     with pytest.raises(RuntimeError, match="ended"):

@@ -32,16 +32,16 @@ def assert_same_bits(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) 
 def test_a_bad_weight_is_named_with_its_wire_and_step() -> None:
     made = engine(configured(CASES["zeropp"], 2, 2))
     with torch.no_grad():
-        made.master["layers.1.up.weight"][3, 3] = torch.nan
-    before = {n: p.detach().clone() for n, p in made.master.items()}
+        made.cell.master["layers.1.up.weight"][3, 3] = torch.nan
+    before = {n: p.detach().clone() for n, p in made.cell.master.items()}
     with pytest.raises(NonFiniteError, match=r"step 7: weights_forward .*layers\.1\.up"):
         made.step(7, 1e-3, partial(batch, 7), telemetry=False)
-    assert_same_bits(made.master, before)
+    assert_same_bits(made.cell.master, before)
 
 
 def test_a_bad_gradient_is_named_with_its_rank() -> None:
     made = engine(configured(CASES["zeropp"], 2, 2))
-    weight = made.weights["layers.0.down_proj.weight"]
+    weight = made.cell.weights["layers.0.down_proj.weight"]
     calls = iter(range(100))
     weight.register_hook(lambda g: g * (torch.inf if next(calls) in (2, 6) else 1.0))
     with pytest.raises(NonFiniteError, match=r"layers\.0\.down_proj\.weight on rank 2"):
@@ -75,4 +75,4 @@ def test_telemetry_does_not_change_training() -> None:
     one, two = engine(config), engine(config)
     one.step(0, 1e-2, partial(batch, 0), telemetry=True)
     two.step(0, 1e-2, partial(batch, 0), telemetry=False)
-    assert_same_bits(one.master, two.master)
+    assert_same_bits(one.cell.master, two.cell.master)

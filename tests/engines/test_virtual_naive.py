@@ -114,7 +114,7 @@ def agree(config: Config, steps: int = 2) -> None:
         assert result.grad_norm == norm, f"gradient norm at step {step}"
         assert result.loss == loss, f"loss at step {step}"
     for name, whole in naive.weights().items():
-        mine = engine.master[name].detach()
+        mine = engine.cell.master[name].detach()
         assert torch.equal(mine.view(torch.int32), whole.view(torch.int32)), f"weights of {name}"
 
 

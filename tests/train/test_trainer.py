@@ -185,7 +185,7 @@ def test_a_diverged_run_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def poisoned(*args):
         engine = build(*args)
         with torch.no_grad():
-            engine.master["embed.weight"][0, 0] = torch.inf
+            engine.cell.master["embed.weight"][0, 0] = torch.inf
         return engine
 
     monkeypatch.setattr(trainer, "build_engine", poisoned)
@@ -211,7 +211,7 @@ def test_a_last_step_that_loses_the_weights_is_no_finished_run(
         def stepped(*args):
             result = step(*args)
             with torch.no_grad():
-                engine.master["embed.weight"].fill_(torch.nan)
+                engine.cell.master["embed.weight"].fill_(torch.nan)
             return result
 
         monkeypatch.setattr(engine, "step", stepped)

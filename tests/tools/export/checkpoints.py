@@ -23,7 +23,7 @@ def leave(config: Config, step: int = 3) -> VirtualEngine:
     engine = build_engine(config, data.vocab_size, torch.device("cpu"))
     assert isinstance(engine, VirtualEngine)
     with torch.no_grad():
-        for name, p in engine.master.items():  # norms and biases start as ones and zeros
+        for name, p in engine.cell.master.items():  # norms and biases start as ones and zeros
             noise = torch.Generator().manual_seed(len(name))
             p.add_(torch.randn(p.shape, generator=noise) * 0.1)
     assert config.run.dir is not None
@@ -41,4 +41,4 @@ def heldout_losses(engine: VirtualEngine, config: Config, step: int = 3) -> Tens
 
 
 def gathered(engine: VirtualEngine) -> dict[str, Tensor]:
-    return {n: p.detach() for n, p in engine.weights.items()}
+    return {n: p.detach() for n, p in engine.cell.weights.items()}

@@ -140,7 +140,7 @@ def test_a_codec_that_does_not_fit(more: list[str], tmp_path: Path) -> None:
     made = export_quantized(tmp_path / "run", tmp_path / "near", unfit="requantize")
     assert (made.packed, made.requantized, made.decoded) == (15, 15, 1)
     assert "Not the numbers of training" in (tmp_path / "near" / "README.md").read_text()
-    masters = theirs({n: p.detach() for n, p in engine.master.items()}, 16)
+    masters = theirs({n: p.detach() for n, p in engine.cell.master.items()}, 16)
     model = loaded(tmp_path / "near")
     heldout_loss(model, config)
     # of normal levels the outermost lies further inside the range than half a step
