@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from zpp_lab.config.study import StudyConfig
 from zpp_lab.study.judge.stats import Gap
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 
@@ -31,17 +30,31 @@ def margin_nats(result: StudyResult) -> str:
     return " to ".join(f"±{end}" for end in ends) + " nats"
 
 
-def in_failures(study: StudyConfig, text: str) -> str:
-    """Return a text with the unit of a study of rewards (`points`): its numbers are shares of
-    failures, 0.01 for a point of success."""
-    if study.points is None:
-        return text
-    for nats, failures in _UNITS.items():
-        text = text.replace(nats, failures)
+def of_pairs(result: StudyResult) -> bool:
+    """Return whether the study's runs learn reward models."""
+    runs = [run for arm in result.arms for run in arm.runs.values()]
+    return any((run.config or {}).get("task") == "reward" for run in runs)
+
+
+def in_unit(result: StudyResult, text: str) -> str:
+    """Return a text with the study's unit in place of nats a token. With rewards (`points`) numbers
+    are shares of failures, 0.01 for a point of success, and with reward models nats a pair."""
+    for nats, unit in _FAILURES.items() if result.study.points is not None else ():
+        text = text.replace(nats, unit)
+    for token, pair in _PAIRS.items() if of_pairs(result) else ():
+        text = text.replace(token, pair)
     return text
 
 
-_UNITS = {  # in this order
+_PAIRS = {
+    "nats per token": "nats per pair",
+    "nats a token": "nats a pair",
+    "held-out tokens": "texts of held-out pairs",
+    "held-out documents": "held-out pairs",
+    "losses by document": "losses by pair",
+    "from the documents": "from the pairs",
+}
+_FAILURES = {  # in this order
     "in nats a token": "in failures a completion (0.01: a point of success)",
     "Loss (nats per token)": "Failures per completion",
     "nats per token": "failures per completion; 0.01 is a point",

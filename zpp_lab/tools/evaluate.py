@@ -349,7 +349,7 @@ def _kinds(
 
 def _check_tokens(path: Path, data: DataConfig, bench: Bench) -> None:
     """Losses over different tokens cannot be compared."""
-    keys = ["tokenizer", "tokenizer_path", "vocab_size"]
+    keys = ["tokenizer", "tokenizer_path", "vocab_size", "pairs"]
     if data.tokenizer == "bpe":  # trained on its corpus
         keys += ["name", "path", "subset", "split", "column", "max_bytes", "heldout_every"]
     differing = [k for k in keys if getattr(data, k) != getattr(bench.data, k)]
@@ -377,6 +377,10 @@ class _Saved(Start):
 
 
 def _folder_row(path: Path, bench: Bench) -> Row:
+    if bench.data.pairs:
+        raise ValueError(
+            f"{path}: only runs are measured on pairs of task=reward; set --data to a run on text"
+        )
     model = load_folder(path, bench.dtype).to(bench.device)
     own = model.config.get_text_config().vocab_size
     if own < bench.tokens.vocab_size:

@@ -40,7 +40,7 @@ from zpp_lab.train.inputs import check_run
 from zpp_lab.train.launch.cause import memory_is_full
 from zpp_lab.train.profile import Profile
 from zpp_lab.train.resume import check_same_data, check_start, note_data, open_store, resume
-from zpp_lab.train.rl.learned import check_reads
+from zpp_lab.train.rl.learned import check_tokenizer
 from zpp_lab.train.rl.rewards import RewardError
 from zpp_lab.train.speed import Meter
 from zpp_lab.train.tasks import Source, open_task
@@ -155,7 +155,7 @@ class Trainer:
         """Check the data against the checkpoint, and print notes, before anything is built."""
         if self.config.model.start:
             check_start("model.start", Path(self.config.model.start), data)
-        check_reads(self.config, data)
+        check_tokenizer(self.config, data)
         for note in (*data.notes, *self.train.notes) if self.rank == 0 else ():
             print(note, file=sys.stderr)
         passes = self.config.cluster.readers * self.train.micro_steps
@@ -165,7 +165,7 @@ class Trainer:
     def _warn_of_few(self) -> None:
         """Warn where the text holds fewer tokens than `train.eval_tokens` asks for."""
         asked, there = self.train.eval_tokens, len(self.readout)
-        if self.config.task == "rl":
+        if self.config.task != "text":
             return
         for note in heldout_notes(there, asked) if self.rank == 0 and asked >= FEW_HELDOUT else ():
             print(note, file=sys.stderr)

@@ -22,11 +22,15 @@ from zpp_lab.data import PackedData, open_data
 from zpp_lab.data.packed import IGNORED
 from zpp_lab.data.source import TextSource
 from zpp_lab.data.tasks import task_files
+from zpp_lab.engines.build import plan_of
 from zpp_lab.files import HELDOUT
 from zpp_lab.models import build_model
 from zpp_lab.models.objective import pair_losses
 from zpp_lab.runs.checkpoint.read import Saved, flat
 from zpp_lab.runs.metrics import read
+from zpp_lab.tools.plan.law import covers
+from zpp_lab.train.memory.estimate import estimate
+from zpp_lab.train.speed import step_flops
 from zpp_lab.train.trainer import run
 
 SMALL = (
@@ -302,3 +306,19 @@ def test_settings_that_do_not_go_together(tmp_path: Path, overrides: list[str], 
 def test_models_of_transformers_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"model\.scalar_head.*model=hf"):
         compose(["model=hf", "model.options={model_type: gpt2}", "model.scalar_head=true"])
+
+
+def test_memory_and_plan_know_that_there_are_no_logits() -> None:
+    """Beside a language model of the same shape: the head is one row, no scaling law applies."""
+    text = (*SMALL, "task=text", "data.pairs=false", "model.scalar_head=false")
+    for dtype, held in (("fp32", 1), ("bf16", 2)):
+        config, other = (compose([*own, f"train.param_dtype={dtype}"]) for own in (SMALL, text))
+        plan, plain = plan_of(config), plan_of(other)
+        numel = [sum(p.numel for u in p.units for p in u.unit.parameters) for p in (plan, plain)]
+        assert numel[1] - numel[0] == (256 - 1) * 16
+        tokens = config.train.batch_size * config.data.seq_len
+        found = estimate(plan, config, 256).item("logits and loss").nbytes["loss"]
+        assert found == 4 * held * tokens * 16
+        flops, more = step_flops(plan, config, 256), step_flops(plain, other, 256)
+        assert float(more or 0) - float(flops or 0) == 6 * tokens * 255 * 16 * config.cluster.world
+        assert not covers(config, plan)

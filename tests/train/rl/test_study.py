@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tests.train.rl.test_reward_model import SMALL as PAIRS
 from tests.train.rl.test_runs import SMALL
 from zpp_lab.config.compose import compose
 from zpp_lab.config.study import ArmConfig, StudyConfig
@@ -52,3 +53,28 @@ def test_a_study_of_rewards_is_judged_in_points(tmp_path: Path) -> None:
     rows = read_metrics(result.arms[0].runs[1].dir)
     assert curve.training[1] == 1 - rows[0]["rl"]["success"]
     assert curve.heldout[2] == rows[1]["heldout_loss"]
+
+
+def test_a_study_of_reward_models_speaks_of_pairs(tmp_path: Path) -> None:
+    study = StudyConfig(
+        name="tiny",
+        question="?",
+        baseline="raw",
+        seeds=[1, 2],
+        arms=[ArmConfig("raw", role="baseline"), ArmConfig("w4", ["recipe=w4"])],
+    )
+    for arm, recipe in {"raw": "base", "w4": "w4"}.items():
+        for seed in study.seeds:
+            place = [f"run.dir={tmp_path / arm / f'seed{seed}'}", f"data.cache_dir={tmp_path}/data"]
+            whose = [f"run.arm={arm}", "run.study=tiny", f"seed={seed}", f"recipe={recipe}"]
+            more = ["train.steps=2", "train.eval_tokens=100000", "data.max_bytes=0"]
+            run(compose([*PAIRS, *place, *whose, f"recipe.name={arm}", *more]))
+    result = read_result(tmp_path, study)
+    (w4,) = [arm for arm in result.arms if arm.name == "w4"]
+    assert len(w4.gaps) == 2
+    assert w4.verdict != "not judged"
+    assert w4.documents is not None
+    text = build_report(tmp_path, study).markdown.read_text()
+    assert "pair" in text
+    assert "nats a token" not in text
+    assert "Perplexity" not in text

@@ -32,7 +32,7 @@ from zpp_lab.study.report.trials import NAME as TRIALS
 from zpp_lab.study.report.trials import find_trials, trials_console, trials_document, trials_table
 from zpp_lab.study.speed.results import BASE, Predict, copy_table, read_speeds, speed_file
 from zpp_lab.study.speed.speeds import COPY
-from zpp_lab.study.words import in_failures
+from zpp_lab.study.words import in_unit
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ def build_report(
         document = study_document(found, draw(found))
         caption = f"{result.study.question} {margin_line(result)}"
         table, console = verdict_table(result), console_table(result)
-    in_unit = partial(in_failures, result.study)
-    paper_table = in_unit(latex(table, caption, result.study.name))
+    own_unit = partial(in_unit, result)
+    paper_table = own_unit(latex(table, caption, result.study.name))
     texts = {"results.csv": results_csv(result), "report.tex": paper_table}
-    drawn = _write(root, document, texts, (*NAMES, *SPEED_NAMES, TRIALS), in_unit)
+    drawn = _write(root, document, texts, (*NAMES, *SPEED_NAMES, TRIALS), own_unit)
     page, text = root / "report.html", root / "report.md"
     data, paper = root / "results.csv", root / "report.tex"
-    return Report(page, text, data, paper, drawn, in_unit(console))
+    return Report(page, text, data, paper, drawn, own_unit(console))
 
 
 def build_speed_report(path: Path, predict: Predict | None = None) -> SpeedReport:
@@ -127,12 +127,12 @@ def _write(
     document: Document,
     texts: Mapping[str, str],
     known: Sequence[str],
-    in_unit: Callable[[str], str] = str,
+    unit: Callable[[str], str] = str,
 ) -> list[Path]:
-    """Write the files, remove old pictures of `known` names; returns the pictures. in_unit: gives
+    """Write the files, remove old pictures of `known` names; returns the pictures. unit: gives
     a text the study's unit."""
-    for name, text in {**texts, "report.md": in_unit(markdown(document))}.items():
+    for name, text in {**texts, "report.md": unit(markdown(document))}.items():
         write_atomic(root / name, text)
-    drawn = write_pictures(root / "figures", document.figures, known, in_unit)
-    write_atomic(root / "report.html", in_unit(html(document)))
+    drawn = write_pictures(root / "figures", document.figures, known, unit)
+    write_atomic(root / "report.html", unit(html(document)))
     return drawn

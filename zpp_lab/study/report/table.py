@@ -15,7 +15,16 @@ from zpp_lab.study.judge.claims import EXPECTED, MARK, ON_PAR_MARKED
 from zpp_lab.study.judge.families import look_sizes
 from zpp_lab.study.judge.noise import band_gap, noise_bands, one_seed
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
-from zpp_lab.study.words import NOTHING, gap_cell, gap_text, margin_nats, nats, number, percent
+from zpp_lab.study.words import (
+    NOTHING,
+    gap_cell,
+    gap_text,
+    margin_nats,
+    nats,
+    number,
+    of_pairs,
+    percent,
+)
 
 _HOPS = ("intra", "inter")
 _NOTES = 20  # on runs that have not finished, for a terminal
@@ -96,9 +105,9 @@ def _csv_row(arm: ArmResult, seed: int, run: Run) -> dict[str, Any]:
 def verdict_rows(result: StudyResult) -> list[dict[str, str]]:
     """Return the verdict table's cells as text, one row an arm, as `ranked`. The keys are COLUMNS,
     with one seed BAND_COLUMN after the gap, READOUT after it where runs have one, and QUANTIZED
-    after the bytes where runs tell it (older ones do not). Failures have no perplexity."""
+    after the bytes where runs tell it (older ones do not). Only text has a perplexity."""
     rows = [dict(zip(COLUMNS, _cells(result, arm), strict=True)) for arm in result.ranked]
-    if result.study.points is not None:
+    if result.study.points is not None or of_pairs(result):
         rows = [{k: v for k, v in row.items() if k != "Perplexity"} for row in rows]
     readouts = [gap_cell(result.readout_gap(arm)) for arm in result.ranked]
     if any(cell != NOTHING for cell in readouts):

@@ -189,12 +189,12 @@ def predicted(config: Config, plan: Plan) -> Prediction | None:
 
 
 def covers(config: Config, plan: Plan) -> bool:
-    """Return whether a law says something of a run: it starts from random weights, trains all of
-    them, and sends nothing later that bits have lost."""
+    """Return whether a law says something of a run: it learns text, from random weights, trains all
+    of them, and sends nothing later that bits have lost."""
     model = config.model
     others = model.start or model.weights == "pretrained" or config.run.start_from
     later = plan.memories or (plan.recipe.kept and plan.recipe.asks(UPDATE))
-    return not (others or model.lora.on or later)
+    return config.task == "text" and not (others or model.lora.on or later)
 
 
 def extent(config: Config, plan: Plan) -> tuple[int, int, int]:

@@ -88,7 +88,7 @@ def check_learned(config: Config) -> None:
         raise ValueError(f"{named} is a {kinds[0]}, without a scalar head; {_FIX}")
 
 
-def check_reads(config: Config, data: TokenData | PackedData) -> None:
+def check_tokenizer(config: Config, data: TokenData | PackedData) -> None:
     """ValueError where the reward model has another tokenizer than the policy's `data`, or fewer
     tokens. Of a folder without a tokenizer the number of tokens is all that is known."""
     if not config.rl.learned:
@@ -113,6 +113,7 @@ def held_bytes(config: Config) -> int:
     built-in decoder takes; 0 without one."""
     if not config.rl.learned:
         return 0
+    check_learned(config)
     path = Path(config.rl.learned)
     if not _is_run(path):
         stored = WeightFiles(path)
