@@ -69,8 +69,8 @@ class Engine(Protocol):
 
     def token_scores(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
         """Score every counted target with the wire's weights or with the master's: its loss in
-        nats, and 1 where it is predicted (`models/loss.py`). fp32 [2, tokens] on the CPU, in the
-        batches' order, on every rank."""
+        nats, and 1 where it is predicted (`models/loss.py`; of pairs, `pair_losses`). fp32 [2,
+        tokens] on the CPU, in the batches' order, on every rank."""
         ...
 
     def token_losses(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
