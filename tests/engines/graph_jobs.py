@@ -139,7 +139,7 @@ def equal(case: str, runs: Runs, nodes: int, local: int, **engine: Any) -> str:
     return f"step {first[0]}" if first else differs(([], [], left), ([], [], states))
 
 
-def on_cpu(nodes: int, local: int, names: Sequence[str] = NAMES) -> dict[str, str]:
+def on_cpu(nodes: int, local: int, names: Sequence[str]) -> dict[str, str]:
     """Every case over gloo, by case."""
     torch.use_deterministic_algorithms(True)
     transport = ProcessGroups(ClusterConfig(nodes, local), Watchdog(100.0))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import redirect_stderr
+from functools import reduce
 from io import StringIO
-from typing import Any
+from operator import or_
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -28,6 +30,7 @@ from zpp_lab.models import build_model
 from zpp_lab.models.generate import generate
 
 VOCAB, END, NEW = 41, 40, 6
+GATHERS: tuple[Literal["rollout", "token"], ...] = ("rollout", "token")
 S4 = {**Q4, **STOCHASTIC}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "raw": ({}, {}),
@@ -118,38 +121,55 @@ def run(engine: Any, gather: str) -> tuple[list[dict[int, list[Tensor]]], list[A
     return rolled, steps
 
 
+Outcome = tuple[list[dict[int, list[Tensor]]], list[Any], dict[str, Tensor]]
+
+
 def compare(cases: list[str], nodes: int, local: int) -> dict[str, str]:
     """Case → what differs ("" when nothing); to be run on every rank."""
     torch.use_deterministic_algorithms(True)
     cluster = ClusterConfig(nodes=nodes, gpus_per_node=local)
     transport = ProcessGroups(cluster, Watchdog(100.0))
-    return {case: _compare(case, nodes, local, transport) for case in cases}
+    reals = {c: _real(configured(c, nodes, local, name="fsdp"), transport) for c in cases}
+    mine = cases[transport.rank :: cluster.world]
+    found = {c: _compare(configured(c, nodes, local), *reals[c]) for c in mine}
+    every: list[Any] = [None] * cluster.world
+    dist.all_gather_object(every, found)
+    return {case: text for part in every for case, text in part.items()}
 
 
-def _compare(case: str, nodes: int, local: int, transport: ProcessGroups) -> str:
-    config, wrong = configured(case, nodes, local), []
-    runs = {}
-    for gather in ("rollout", "token"):
-        engine = real(configured(case, nodes, local, name="fsdp"), transport)
-        runs[gather] = *run(engine, gather), kept(engine)
+def _real(config: Config, transport: ProcessGroups) -> list[Outcome]:
+    """Of both gathers: what all ranks generated, their steps' numbers, and the state."""
+    found = []
+    for gather in GATHERS:
+        engine = real(config, transport)
+        every: list[Any] = [None] * config.cluster.world
+        dist.all_gather_object(every, run(engine, gather))
+        rolled = [reduce(or_, parts) for parts in zip(*(part[0] for part in every), strict=True)]
+        assert all(steps == every[0][1] for _, steps in every)
+        found.append((rolled, every[0][1], kept(engine)))
+    return found
+
+
+def _compare(config: Config, *outcomes: Outcome) -> str:
+    wrong = []
+    for gather, outcome in zip(GATHERS, outcomes, strict=True):
         twin = virtual(config)
         wanted = *run(twin, gather), kept(twin)
-        wrong += [f"{gather}: {text}" for text in differs(runs[gather], wanted)]
-    tokens = runs["rollout"][0], runs["token"][0]
+        wrong += [f"{gather}: {text}" for text in differs(outcome, wanted)]
+    tokens = [rolled for rolled, *_ in outcomes]
     wrong += [] if same(*tokens) else ["a token's gathers give others than a rollout's"]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, "; ".join(wrong))
-    return next(filter(None, every), "")
+    return "; ".join(wrong)
 
 
-def differs(one: Any, other: Any) -> list[str]:
+def differs(one: Outcome, other: Outcome) -> list[str]:
     found = [] if same(one[0], other[0]) else ["tokens, lengths or log-probabilities"]
     found += [] if one[1] == other[1] else [f"steps {one[1]} and {other[1]}"]
     return found + [n for n, t in one[2].items() if not t.equal(other[2][n])]
 
 
 def same(one: list[dict[int, list[Tensor]]], other: list[dict[int, list[Tensor]]]) -> bool:
-    """Whether the ranks of `one` generated what they did in `other`."""
+    """Whether all ranks generated what they did in `other`."""
+    assert [mine.keys() for mine in one] == [theirs.keys() for theirs in other]
     return all(
         a.equal(b)
         for mine, theirs in zip(one, other, strict=True)

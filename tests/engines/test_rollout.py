@@ -18,18 +18,37 @@ from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.models.generate import generate
 
 CLUSTERS = {
-    (2, 2): sorted(jobs.CASES),
-    (1, 3): sorted(jobs.ONE_NODE),
-    (3, 1): sorted({*jobs.LONE_RANKS, *jobs.LONE_KEPT}),
+    (2, 2): {*jobs.CASES},
+    (1, 3): {*jobs.ONE_NODE},
+    (3, 1): {*jobs.LONE_RANKS, *jobs.LONE_KEPT},
 }
+QUICK = {  # each case on one cluster
+    (2, 2): {"hops", "kept", "differences", "whole", "copies"},
+    (1, 3): {*jobs.ONE_NODE} - {"hops"},
+    (3, 1): {*jobs.LONE_KEPT},
+}
+SHAPES = pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda c: f"{c[0]}x{c[1]}")
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda c: f"{c[0]}x{c[1]}")
-def test_engines_and_gathers_agree_to_the_bit(cluster: tuple[int, int]) -> None:
-    nodes, local = cluster
-    found = run_world(nodes * local, jobs.compare, CLUSTERS[cluster], nodes, local)
+def agree(cases: set[str], nodes: int, local: int) -> None:
+    found = run_world(nodes * local, jobs.compare, sorted(cases), nodes, local)
     assert {case: text for case, text in found.items() if text} == {}
-    assert sorted(found) == CLUSTERS[cluster]
+    assert {*found} == cases
+
+
+@SHAPES
+def test_engines_and_gathers_agree_to_the_bit(cluster: tuple[int, int]) -> None:
+    agree(QUICK[cluster], *cluster)
+
+
+@pytest.mark.slow
+@SHAPES
+def test_the_other_cases_agree_to_the_bit(cluster: tuple[int, int]) -> None:
+    agree(CLUSTERS[cluster] - QUICK[cluster], *cluster)
+
+
+def test_every_case_is_quick_on_one_cluster() -> None:
+    assert set().union(*QUICK.values()) == {*jobs.CASES, *jobs.LONE_KEPT}
 
 
 def virtual(case: str = "stochastic", **engine: Any) -> VirtualEngine:
