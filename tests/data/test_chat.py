@@ -175,3 +175,24 @@ def test_without_transformers_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match=r"pip install 'zpp_lab\[hf\]'"):
         packed(tmp_path, [{"messages": CHAT}])
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA2], ids=["chatml", "llama2"])
+def test_a_pair_is_scored_where_a_policy_would_end(template: str, tmp_path: Path) -> None:
+    """The prompt as generation gets it, the answer without what the template has behind it, and the
+    end marker, whose place alone counts."""
+    theirs = saved(tmp_path / "tokenizer", template)
+    prompt, answers = CHAT[:1], ["return x * 3", "no"]
+    sides = [[{"role": "assistant", "content": text}] for text in answers]
+    pair = {"prompt": prompt, "chosen": sides[0], "rejected": sides[1]}
+    path = lines(tmp_path, [pair] * 4)
+    own = {"tokenizer": "hf", "tokenizer_path": str(tmp_path / "tokenizer"), "seq_len": 256}
+    data = open_data(config(path, pairs=True, **own))
+    assert isinstance(data, PackedData)
+    for i, side in enumerate(sides):
+        piece = slice(data.train.fitted.starts[i], data.train.fitted.stops[i])
+        asked = theirs.apply_chat_template([*prompt, *side], return_dict=True)["input_ids"]
+        stop = len(asked) - 1 - asked[::-1].index(theirs.eos_token_id)
+        assert data.train.tokens[piece].tolist() == [*asked[:stop], theirs.eos_token_id]
+        assert data.train.mask is not None
+        assert data.train.mask[piece].tolist() == [0] * stop + [1]

@@ -16,7 +16,7 @@ import numpy as np
 from zpp_lab.config.schema import Config
 from zpp_lab.data.chat import Findings
 from zpp_lab.data.prepare import open_tokenizer
-from zpp_lab.data.records import encoded, parts_of, record_corpus
+from zpp_lab.data.records import answer_of, encoded, parts_of, record_corpus
 from zpp_lab.data.tokenizer import Tokenizer
 
 # arguments of a reward that no field can have
@@ -53,7 +53,7 @@ def open_prompts(config: Config, folder: Path) -> tuple[Prompts, Prompts]:
         except ValueError as error:
             raise ValueError(f"data: {place}: {error}") from None
         tokens, counted = encoded(parts, tokenizer)
-        start = 1 + int(np.flatnonzero(np.diff(counted, prepend=0) == 1)[-1])  # with the marker
+        start = 1 + answer_of(counted)  # with the marker
         _check_length(config, place, start)
         own = np.concatenate([[tokenizer.end], tokens[: start - 1]]).astype(np.int64)
         fields = _fields(line, config, tokens[start - 1 :], tokenizer)

@@ -332,7 +332,9 @@ def encode_records(
             split = "train" if count % cfg.heldout_every else "heldout"
             tokens, counted = encoded(parts, tokenizer)
             if corpus.pairs:
-                counted = (np.arange(len(counted)) == len(tokens)).astype(np.uint8)
+                tokens = _generated(tokens, counted, tokenizer.end)
+                counted = np.zeros(len(tokens) + 1, np.uint8)
+                counted[-1] = 1
             given = [[p.tokens or p.text, p.counted, p.marks] for p in parts]
             digest.update(json.dumps([name, split, given]).encode())
             writers[split].add(tokens)
@@ -351,6 +353,19 @@ def encode_records(
         "notes": found.notes(),
         "tokens": {split: writers[split].offsets[-1] for split in SPLITS},
     }
+
+
+def _generated(tokens: np.ndarray, counted: np.ndarray, end: int) -> np.ndarray:
+    """Return a text as a policy that generates its last answer would leave it, without the end
+    marker and what a chat template has behind it."""
+    start = answer_of(counted)
+    ends = start + np.flatnonzero(tokens[start:] == end)
+    return tokens[: ends[0]] if len(ends) else tokens
+
+
+def answer_of(counted: np.ndarray) -> int:
+    """Return where the last answer begins."""
+    return int(np.flatnonzero(np.diff(counted, prepend=0) == 1)[-1])
 
 
 def encoded(parts: Sequence[Part], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:

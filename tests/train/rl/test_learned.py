@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,17 @@ def test_both_engines_agree(reward: Path, tmp_path: Path) -> None:
     rewards = [line["rl"]["rewards"]["learned"] for line in lines(here)]
     assert len({*rewards}) > 1
     assert rewards == [line["rl"]["reward"] for line in lines(here)]
+
+
+def test_a_reward_model_may_not_change_under_a_run(reward: Path, tmp_path: Path) -> None:
+    shutil.copytree(reward, tmp_path / "reward")
+    run(policy(tmp_path, "run", tmp_path / "reward", "run.piece_steps=2"))
+    again = compose([*PAIRS, f"data.cache_dir={tmp_path / 'cache'}", "train.steps=2"])
+    shutil.rmtree(tmp_path / "reward")
+    run(replace(again, run=replace(again.run, dir=str(tmp_path / "reward"))))
+    with pytest.raises(ValueError, match=r"rl\.learned.*run\.resume=false"):
+        run(policy(tmp_path, "run", tmp_path / "reward"))
+    run(policy(tmp_path, "run", tmp_path / "reward", "run.resume=false"))
 
 
 def test_memory_has_a_line_of_the_reward_model(reward: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ policy's tokenizer, and gives the score at a completion's last token, where trai
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,21 +14,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zpp_lab.config.flat import stored_config
 from zpp_lab.config.schema import Config
 from zpp_lab.data import PackedData, TokenData
 from zpp_lab.data.prepare import TOKENIZER
 from zpp_lab.data.tokenizer import check_folder, open_outside
-from zpp_lab.files import CONFIG, below, missing, package, parse_json, read_yaml
+from zpp_lab.files import CONFIG, below, missing, package, parse_json, read_yaml, write_atomic
 from zpp_lab.models import build_model
 from zpp_lab.models.start import WeightFiles, differences, materialize
 from zpp_lab.runs.checkpoint.read import open_saved
 from zpp_lab.train.memory.activations import FP32, Activations
 from zpp_lab.train.resume import check_start, vocab_size
 
+_DIGEST = "learned.sha256"
 _ROWS = 64  # that are scored at once
+Score = Callable[[Tensor], Tensor]  # int64 [N, T] → fp32 [N, T]
 _FIX = "set rl.learned to a run of task=reward, or to what it was exported to"
 
 
@@ -35,8 +38,22 @@ class Learned:
     """A reward by a model's scores: what they mean is their order for one prompt."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        self.score = (_run if _is_run(path) else _folder)(path, device)
-        self.device = device
+        self.model, self.score = (_run if _is_run(path) else _folder)(path, device)
+        self.path, self.device = path, device
+
+    def check_same(self, run: Path, resumes: bool) -> None:
+        """Write a digest of the weights to the folder `run`; ValueError where it `resumes` with
+        others."""
+        digest = hashlib.sha256()
+        for p in self.model.parameters():
+            digest.update(p.detach().cpu().numpy().tobytes())
+        file, found = run / _DIGEST, digest.hexdigest()
+        if resumes and file.is_file() and file.read_text().strip() != found:
+            raise ValueError(
+                f"rl.learned={self.path} has other weights than when {run} began: restore them, or "
+                "start over (run.resume=false)"
+            )
+        write_atomic(file, found + "\n")
 
     @torch.no_grad()
     def __call__(
@@ -133,7 +150,7 @@ def _settings(path: Path) -> dict[str, Any]:
     return dict(parse_json(path / "config.json", "export the run again"))
 
 
-def _run(path: Path, device: torch.device) -> Callable[[Tensor], Tensor]:
+def _run(path: Path, device: torch.device) -> tuple[nn.Module, Score]:
     config, saved = stored_config(read_yaml(path / CONFIG)), open_saved(path)
     model = build_model(config.model, vocab_size(path) or 0, "meta")
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -143,10 +160,10 @@ def _run(path: Path, device: torch.device) -> Callable[[Tensor], Tensor]:
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(saved.read(name))
-    return lambda tokens: model(tokens)
+    return model, lambda tokens: model(tokens)
 
 
-def _folder(path: Path, device: torch.device) -> Callable[[Tensor], Tensor]:
+def _folder(path: Path, device: torch.device) -> tuple[nn.Module, Score]:
     kind = package("transformers", f"rl.learned={path}").AutoModelForSequenceClassification
     model, found = kind.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     head = getattr(model, "score", None)
@@ -161,4 +178,4 @@ def _folder(path: Path, device: torch.device) -> Callable[[Tensor], Tensor]:
         hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         return head(hidden)[..., 0]
 
-    return score
+    return model, score

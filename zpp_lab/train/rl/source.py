@@ -57,6 +57,9 @@ class Judge:
             name: Learned(Path(str(rl.learned)), device) if name == LEARNED else reward(name)
             for name in rl.rewards
         }
+        learned = self.rewards.get(LEARNED)
+        if isinstance(learned, Learned):
+            learned.check_same(self.path.parent, resumes=self.config.run.resume)
 
     def score(
         self, when: str, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
