@@ -40,10 +40,23 @@ class Prompts:
         return {name: [values[i] for i in places] for name, values in self.columns.items()}
 
 
+_checked: dict[str, tuple[Prompts, Prompts]] = {}  # those checked last, until they are opened
+
+
+def check_prompts(config: Config) -> None:
+    """Do `open_prompts`, and keep what it returns for the next call: it can take seconds."""
+    _checked.clear()
+    _checked[repr(config)] = _opened(config, Path())
+
+
 def open_prompts(config: Config, folder: Path) -> tuple[Prompts, Prompts]:
     """Return the training and the held-out prompts; every `data.heldout_every`-th is held out, as
     in finetuning. folder: of the token files, which has a BPE. ValueError where there are none, or
     one leaves no room for `rl.max_new_tokens` in `data.seq_len`."""
+    return _checked.pop(repr(config), None) or _opened(config, folder)
+
+
+def _opened(config: Config, folder: Path) -> tuple[Prompts, Prompts]:
     cfg, tokenizer = config.data, open_tokenizer(config.data, folder)
     corpus, found = record_corpus(cfg), Findings()
     splits: tuple[list[Any], list[Any]] = ([], [])

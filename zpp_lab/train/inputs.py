@@ -152,9 +152,9 @@ def _rl(config: Config) -> None:
     for name in {*config.rl.rewards} - {LEARNED}:
         reward(name)
     if config.data.tokenizer != "bpe":  # which learns from its text first
-        from zpp_lab.data.prompts import open_prompts
+        from zpp_lab.data.prompts import check_prompts
 
-        open_prompts(config, Path())
+        check_prompts(config)
 
 
 def _data(config: Config) -> None:
