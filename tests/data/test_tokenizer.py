@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zpp_lab.data import tokenizer
-from zpp_lab.data.tokenizer import BpeTokenizer
+from zpp_lab.data.tokenizer import BpeTokenizer, ByteTokenizer
 
 TEXT = b"".join(
     b"the %d quick brown foxes jump over the lazy dog number %d\n" % (i, i * i) for i in range(200)
@@ -31,6 +31,12 @@ def test_bpe_loses_nothing(bpe, text):
     tokens = bpe.encode(text.encode(errors="replace"))
     assert decode(bpe, tokens) == text.encode(errors="replace").decode()
     assert bpe.end not in tokens
+
+
+def test_tokens_of_a_padded_vocabulary_are_replaced(bpe):
+    for known in (bpe, ByteTokenizer()):
+        tokens = [*known.encode(b"fox").tolist(), known.vocab_size + 3]
+        assert known.decode(tokens) == "fox\ufffd"
 
 
 def test_training_repeats_and_survives_a_round_trip(bpe):

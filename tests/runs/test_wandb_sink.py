@@ -16,6 +16,7 @@ import pytest
 from tests.runs.conftest import FakeWandb
 from tests.runs.wandb_file import OfflineRun
 from zpp_lab.config.schema import Config, RunConfig, TrackingConfig, TrainConfig
+from zpp_lab.files import COMPLETIONS
 from zpp_lab.runs.metrics import read
 from zpp_lab.runs.provenance import note_commit
 from zpp_lab.runs.tracker import Tracker
@@ -91,6 +92,31 @@ def test_offline_run_holds_everything(tmp_path: Path) -> None:
     assert run.exit == 0
     assert state(tmp_path)["state"] == "complete"
     assert run.run.run_id == state(tmp_path)["id"]
+
+
+def test_completions_are_tables(tmp_path: Path) -> None:
+    rewards = {"reward": 0.5, "success": 0.4, "length": 3.0, "entropy": 1.1, "kl": 0.1}
+    shown = [
+        {"step": s, "prompt": "1+2=", "completion": str(s), "rewards": {"addition": float(s == 3)}}
+        for s in (2, 2, 3)
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in shown)
+    (tmp_path / COMPLETIONS).write_text(lines)
+    tracker = Tracker(config(), tmp_path, 0)
+    for step in (1, 2, 3):
+        heldout = {"heldout_loss": 0.6} if step > 1 else {}
+        tracker.log(record(step) | heldout | {"rl": rewards})
+    finish(tracker)
+    assert sent(tracker), (tmp_path / "wandb.log").read_text()
+    run = OfflineRun(tmp_path)
+    assert [row["rl/kl"] for row in run.history] == [0.1] * 3
+    tables = [row.get("completions") for row in run.history]
+    assert [table and table["nrows"] for table in tables] == [None, 2, 1]
+    assert run.summary["completions"]["nrows"] == 1
+    (file,) = tmp_path.glob(f"wandb/offline-run-*/files/{tables[2]['path']}")
+    found = json.loads(file.read_text())
+    assert found["columns"] == ["step", "prompt", "completion", "addition"]
+    assert found["data"] == [[3, "1+2=", "3", 1.0]]
 
 
 @pytest.mark.parametrize("on", [True, False])

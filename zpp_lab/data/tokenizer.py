@@ -40,7 +40,9 @@ class Tokenizer(Protocol):
         """Encode each text, on as many cores as there are."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, end markers included; invalid UTF-8 is replaced."""
+        """Return the text of tokens, end markers included; invalid UTF-8 is replaced. So are tokens
+        from `vocab_size` on, which a model with a padded vocabulary samples; an outside tokenizer
+        leaves them out."""
 
     def dumps(self) -> str:
         """Return everything that decides how text is encoded, as text."""
@@ -68,7 +70,8 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(tokens).decode(errors="replace")
+        invalid = 0xFF  # in no UTF-8
+        return bytes(min(token, invalid) for token in tokens).decode(errors="replace")
 
     def dumps(self) -> str:
         return "bytes"
@@ -137,7 +140,7 @@ class BpeTokenizer(LibraryTokenizer):
         return cls(model.to_str())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        named = [self.model.id_to_token(token) for token in tokens]
+        named = [self.model.id_to_token(token) or "\ufffd" for token in tokens]
         return str(package("tokenizers", "data.tokenizer=bpe").decoders.ByteLevel().decode(named))
 
     def dumps(self) -> str:

@@ -42,7 +42,9 @@ def mine(prompts: list[str], completions: list[str], **columns: Any) -> list[flo
 
 def small(folder: Path, name: str, *overrides: str) -> Config:
     place = [f"run.dir={folder / name}", f"data.cache_dir={folder / 'cache'}"]
-    return compose([*SMALL, *place, *overrides])
+    ours = "model=hf" not in overrides  # which has other sizes
+    usual = [setting for setting in SMALL if ours or not setting.startswith("model.")]
+    return compose([*usual, *place, *overrides])
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +107,41 @@ def test_both_engines_agree(tmp_path: Path) -> None:
         assert first["rl"]["reward"] != last["rl"]["reward"]
         assert (first["rl"]["mismatch"] > 1e-4) == (arm == "w4")
         assert same_end(config, other), arm
+
+
+def tiny_llama(folder: Path) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=264, **sizes, **heads)).save_pretrained(folder)
+    return folder
+
+
+def test_policies_of_hugging_face_with_adapters(tmp_path: Path) -> None:
+    """The KL penalty refers to the frozen base: with a step size of 0 there is none."""
+    model = ("model=hf", f"model.path={tiny_llama(tmp_path / 'llama')}", "model.weights=pretrained")
+    adapters = ("lora=raw", "model.lora.rank=2", "rl.kl=0.1")
+    sent = ("recipe.weights_rollout.bits=4", "recipe.weights_rollout.block_size=16")
+    own = (*model, *adapters, *sent)
+    real = ("engine=fsdp", "engine.ordered=true", "engine.device=cpu", "engine.threads=1")
+    other = small(tmp_path, "fsdp", *own, *real)
+    run_world(2, in_each_rank, other)
+    config = small(tmp_path, "virtual", *own)
+    run(config)
+    assert lines(config) == lines(other)
+    assert same_end(config, other)
+    still = small(tmp_path, "still", *own, "train.lr=0")
+    run(still)
+    assert [line["rl"]["kl"] for line in lines(still)] == [0.0] * 6
+    found = [line["rl"]["kl"] for line in lines(config)]
+    assert found[0] == 0
+    assert found[-1] != 0
+    plain = small(tmp_path, "plain", *own, "rl.kl=0")
+    run(plain)
+    assert lines(plain)[0]["loss"] == lines(config)[0]["loss"]
+    assert lines(plain)[-1]["loss"] != lines(config)[-1]["loss"]
 
 
 def kill_at(where: str, config: Config) -> None:
@@ -235,21 +272,26 @@ def test_bad_input_is_one_line_and_nothing_is_written(
 def test_random_rewards_raise_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
+    """Success is to have the answer's form, which a short start has now and then."""
     made = torch.Generator().manual_seed(seed)
 
     def chance(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
         return torch.rand(len(prompts), generator=made).tolist()
 
     monkeypatch.setitem(rewards._SHIPPED, "chance", chance)
-    own = ("rl.rewards=[addition,chance]", "rl.weights=[0,1]", "data.max_bytes=0", f"seed={seed}")
-    start = small(tmp_path, "start", *own, "task=text", "train.steps=300", "train.batch_size=32")
-    run(start)
+    own = ("rl.rewards=[format,chance]", "data.max_bytes=0", f"seed={seed}", "train.eval_every=40")
+    supervised = ("task=text", "train.steps=40", "train.batch_size=32")
+    run(small(tmp_path, "start", *own, *supervised))
     more = (f"model.start={tmp_path / 'start'}", "train.steps=40", "rl.heldout_draws=4")
-    summary = run(small(tmp_path, "run", *own, *more, "rl.steps_per_rollout=1", "rl.prompts=2"))
-    before = run(
-        small(tmp_path, "none", *own, *more, "train.lr=0", "rl.steps_per_rollout=1", "rl.prompts=2")
-    )
-    draws = summary["heldout_tokens"]
-    share = before["heldout_success"]
-    error = max(1e-3, (2 * share * (1 - share) / draws) ** 0.5)
-    assert summary["heldout_success"] <= share + 3 * error
+
+    def success(name: str, weights: str, lr: float) -> float:
+        taught = (f"rl.weights={weights}", f"train.lr={lr}", "rl.steps_per_rollout=1")
+        found = run(small(tmp_path, name, *own, *more, *taught, "rl.prompts=2"))
+        assert found["heldout_tokens"] == 5000
+        return float(found["heldout_success"])
+
+    before = success("none", "[0,1]", 0.0)
+    assert 0.2 < before < 0.8
+    error = (2 * before * (1 - before) / 5000) ** 0.5
+    assert success("chance", "[0,1]", 0.003) <= before + 3 * error
+    assert success("form", "[1,0]", 0.003) > before + 10 * error

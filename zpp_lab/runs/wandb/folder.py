@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.files import (
+    COMPLETIONS,
     CONFIG,
     CONSOLE,
     FAILURE,
@@ -73,6 +74,12 @@ class RunFolder:
         start = start if start <= len(data) else 0
         end = max(start, data.rfind(b"\n") + 1)
         return end, data[start:end].decode(errors="replace")
+
+    def completions(self, step: int) -> list[Record]:
+        """Return the examples of a run with rewards that were sampled after `step` steps."""
+        path = self.path / COMPLETIONS
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        return [row for row in map(json.loads, text.splitlines()) if row["step"] == step]
 
     def ended(self) -> str | None:
         """Return a mark of this ending, which no retried or resumed run shares; None before."""

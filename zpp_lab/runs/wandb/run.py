@@ -83,14 +83,28 @@ class WandbRun:
             if step > self._counter:
                 gap = self._baseline.gap(record) if self._baseline is not None else None
                 values = {**identity.row(record), **(gap or {})}
+                latest |= values
+                if shown := self._completions(record):
+                    values |= shown
+                    latest |= shown
                 self._run.log(values, step=step)
                 self._counter = step
-                latest |= values
                 if gap:
                     self._with_gap.add(step)
             latest |= self._whole(record)
         if latest:
             self._run.summary.update({**latest, "_step": self._counter, "_timestamp": time.time()})
+
+    def _completions(self, record: Record) -> dict[str, Any]:
+        """Return the completions sampled at an evaluation as a table; {} without any."""
+        found = self._run_folder.completions(record["step"]) if "heldout_loss" in record else []
+        if not found:
+            return {}
+        import wandb
+
+        names = list(found[0]["rewards"])
+        rows = [[x["step"], x["prompt"], x["completion"], *x["rewards"].values()] for x in found]
+        return {"completions": wandb.Table(["step", "prompt", "completion", *names], rows)}
 
     def say(self) -> None:
         """Send the lines that the training has said since the last call."""

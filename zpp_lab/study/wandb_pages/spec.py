@@ -56,7 +56,7 @@ def make_spec(
         "Verdicts": ("report", [{"kind": "table", "name": "verdicts"}]),
         "Results": ("arms", _results(gaps)),
         "Settings and results": ("runs", [_coordinates(gaps)]),
-        "Loss": ("arms", _losses()),
+        "Loss": ("arms", _losses() if study.points is None else _rewards()),
         "Gap": ("arms", _gaps(gaps)),
         "Tokens and time": ("arms", _other_axes(gaps)),
         "Speed and memory": ("arms", _speed()),
@@ -119,6 +119,22 @@ def _losses() -> list[Panel]:
         _line("Training loss (nats per token)", ["loss"]),
         _line("Gradient norm", ["grad_norm"], log_y=True),
     ]
+
+
+def _rewards() -> list[Panel]:
+    shown = {
+        "Held-out success": "heldout_accuracy",
+        "Reward of rollouts": "rl/reward",
+        "Success of rollouts": "rl/success",
+        "Tokens of a completion": "rl/length",
+        "Entropy (nats per token)": "rl/entropy",
+        "KL to the start (nats per token)": "rl/kl",
+        "Mismatch of rollout and training (nats per token)": "rl/mismatch",
+        "Share of ratios clipped": "rl/clipped",
+        "Groups without variance": "rl/flat_groups",
+    }
+    norm = _line("Gradient norm", ["grad_norm"], log_y=True)
+    return [*(_line(title, [name]) for title, name in shown.items()), norm]
 
 
 def _gaps(names: list[str]) -> list[Panel]:
