@@ -110,10 +110,9 @@ def test_completions_are_tables(tmp_path: Path) -> None:
     assert sent(tracker), (tmp_path / "wandb.log").read_text()
     run = OfflineRun(tmp_path)
     assert [row["rl/kl"] for row in run.history] == [0.1] * 3
-    tables = [row.get("completions") for row in run.history]
-    assert [table and table["nrows"] for table in tables] == [None, 2, 1]
+    assert [row.get("completions/nrows") for row in run.history] == [None, 2, 1]
     assert run.summary["completions"]["nrows"] == 1
-    (file,) = tmp_path.glob(f"wandb/offline-run-*/files/{tables[2]['path']}")
+    (file,) = tmp_path.glob(f"wandb/offline-run-*/files/{run.history[2]['completions/path']}")
     found = json.loads(file.read_text())
     assert found["columns"] == ["step", "prompt", "completion", "addition"]
     assert found["data"] == [[3, "1+2=", "3", 1.0]]
