@@ -13,6 +13,7 @@ golden.json holds, part by part:
                       fp32's largest number; by codec over all inputs, by input over all codecs
     three, three_extreme  the same of 3 bits, which came later
     normal            the same of the codec `normal`, which came later still, and its levels
+    planes            fp32 in two planes of 16 bits, of the same inputs and of ties
     data              token files, tokenizers and batches
     virtual, gloo     losses, norms and held-out losses of a few steps, and a hash of all weights
                       and optimizer states, with one process and with one a rank
@@ -20,7 +21,7 @@ golden.json holds, part by part:
                       steps, and as many as the study has
 Only a FILE of one's own holds:
     cases             every recipe of `fsdp_parity.CASES`, all ranks in one process
-    ranks             sixteen of them, one process a rank
+    ranks             seventeen of them, one process a rank
     loop              user training loops around `zpp_lab.shard`
 Codecs and data are the same everywhere. The others hold where torch's own arithmetic is
 that of the machine that recorded them: `machine` is its version, the vector instructions that it
@@ -56,6 +57,7 @@ from tests.engines.uneven import batch
 from tests.golden_runs import CASES, LOOPS, RANKS, STEPS, digest, loops, real_cases, virtual_cases
 from zpp_lab.codecs import BlockCodec, Codec, Noise, NormalCodec, RawCodec, SegmentNoise, encode
 from zpp_lab.codecs.families.normal import levels_of
+from zpp_lab.codecs.planes import joined, split
 from zpp_lab.config.compose import compose, load_study
 from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import wires_among
@@ -188,6 +190,17 @@ def normal() -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- data
+
+
+def planes() -> dict[str, str]:
+    """Both planes and their sum, by input."""
+    high = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    ties = {"ties": torch.stack([high + 0x7FFF, high + 0x8000, high + 0x8001]).view(torch.float32)}
+    found = {}
+    for name, values in (nasty() | extreme() | ties).items():
+        two = split(values.float())
+        found[name] = digest([*two, joined(*two)])
+    return found
 
 
 def text(name: str, count: int) -> str:
@@ -427,6 +440,7 @@ PARTS = {
     "three": lambda folder: coded(nasty(), codecs(3)),
     "three_extreme": lambda folder: coded(extreme(), codecs(3)),
     "normal": lambda folder: normal(),
+    "planes": lambda folder: planes(),
     "data": data,
     "virtual": virtual,
     "gloo": gloo,
@@ -439,7 +453,7 @@ PARTS = {
 OWN = ("cases", "ranks", "loop")  # in golden.json they would skip on most machines
 NAMED: dict[str, Collection[str]] = {"virtual": RUNS, "gloo": GLOO, "cases": CASES}
 NAMED |= {"ranks": RANKS, "loop": LOOPS}
-EVERYWHERE = ("codecs", "extreme", "three", "three_extreme", "normal", "data")
+EVERYWHERE = ("codecs", "extreme", "three", "three_extreme", "normal", "planes", "data")
 
 
 def recorded() -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """Runs that `python -m tests.golden --against FILE` records: every recipe of `fsdp_parity.CASES` in
-one process, sixteen of them with a process for each rank, and user training loops."""
+one process, seventeen of them with a process for each rank, and user training loops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RANKS = (  # each kind of state that outlives a step, on real processes
     *("kept", "kept_other_bits", "kept_drawn", "differences", "differences_fp32"),
     *("differences_drawn", "differences_whole", "memory_fp32", "memory_loco"),
     *("memory_hadamard_mixed", "phases_memory", "phases_differences", "phases_hops"),
-    *("host_states", "grid_none_none_node", "grid_memory"),
+    *("host_states", "grid_none_none_node", "grid_memory", "split_differences"),
 )
 RESIDUAL = {"hops": 2, "grads": {**parity.S4, **parity.residual(store="8bit")}}
 LOOPS: dict[str, dict[str, Any]] = {

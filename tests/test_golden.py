@@ -82,13 +82,14 @@ def test_a_file_of_ones_own_names_the_case_that_has_changed(
 def test_every_kind_of_state_is_recorded() -> None:
     """On real ranks: what a refactoring could move without a word of golden.json's."""
     chosen = [parity.configured(case, 2, 2) for case in golden_runs.RANKS]
-    assert len(chosen) == 16
+    assert len(chosen) == 17
     assert sum(c.recipe.kept for c in chosen) >= 4
     assert sum(c.recipe.sharding.update == "differences" for c in chosen) >= 4
     assert sum(c.recipe.remembers for c in chosen) >= 4
     assert sum(bool(c.recipe.phases) for c in chosen) >= 3
     assert any("node" in c.recipe.parts[1:] for c in chosen)
     assert any(c.train.optimizer_place == "host" for c in chosen)
+    assert any(c.train.masters == "split" for c in chosen)
 
 
 def test_a_snapshot_names_the_run_that_has_changed(

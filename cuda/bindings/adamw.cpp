@@ -34,7 +34,7 @@ int64_t columns_of(Tensor const& weight, State state) {
 bool aligned(void const* p, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
 struct Lists {
-  Tensors const &weights, &grads, &first, &second, &first_scales, &second_scales;
+  Tensors const &weights, &low, &grads, &first, &second, &first_scales, &second_scales;
   std::vector<int64_t> const& offsets;
   State state;
   int32_t device;
@@ -45,6 +45,7 @@ void check_counts(Lists const& l) {
   STD_TORCH_CHECK(l.grads.size() == count && l.first.size() == count && l.second.size() == count &&
                       l.offsets.size() == count,
                   "grads, first, second, offsets: need one each for ", count, " weights");
+  STD_TORCH_CHECK(l.low.empty() || l.low.size() == count, "low: need none, or ", count);
   STD_TORCH_CHECK(l.first_scales.size() == scales && l.second_scales.size() == scales,
                   "scales: need ", scales, ", one each for moments of a byte");
 }
@@ -54,8 +55,13 @@ Part part_of(Lists const& l, size_t i) {
   STD_TORCH_CHECK(state_of(l.first[i]) == l.state, "first: all must have one dtype");
   int64_t const numel = l.weights[i].numel(), columns = columns_of(l.weights[i], l.state);
   Part p = {};
-  p.weight = static_cast<float*>(checked(l.weights[i], ScalarType::Float, numel, l.device, "weights"));
-  p.grad = static_cast<float*>(checked(l.grads[i], ScalarType::Float, numel, l.device, "grads"));
+  bool const planes = !l.low.empty();
+  ScalarType const own = planes ? ScalarType::BFloat16 : ScalarType::Float;
+  p.weight = checked(l.weights[i], own, numel, l.device, "weights");
+  p.grad = checked(l.grads[i], own, numel, l.device, "grads");
+  if (planes) {
+    p.low = static_cast<uint16_t*>(checked(l.low[i], ScalarType::Short, numel, l.device, "low"));
+  }
   p.first = checked(l.first[i], kept, numel, l.device, "first");
   p.second = checked(l.second[i], kept, numel, l.device, "second");
   p.columns = columns;
@@ -73,6 +79,7 @@ Part part_of(Lists const& l, size_t i) {
   }
   uintptr_t const bytes = l.state == State::byte ? 8 : 16;  // a vector's, of moments
   p.whole = columns % 8 == 0 && aligned(p.weight, 16) && aligned(p.grad, 16) &&
+            aligned(p.low, 16) &&
             aligned(p.first, bytes) && aligned(p.second, bytes);
   return p;
 }
@@ -94,12 +101,12 @@ std::vector<AdamW> plans_of(Lists const& l, AdamW const& plan) {
   return plans;
 }
 
-void adamw(Tensors weights, Tensors grads, Tensors first, Tensors second, Tensors first_scales,
-           Tensors second_scales, std::vector<int64_t> offsets, int64_t key, Tensor rates,
-           Tensor roots, std::optional<Tensor> ok, double beta1, double beta2, double eps,
-           double decay) {
+void adamw(Tensors weights, Tensors low, Tensors grads, Tensors first, Tensors second,
+           Tensors first_scales, Tensors second_scales, std::vector<int64_t> offsets, int64_t key,
+           Tensor rates, Tensor roots, std::optional<Tensor> ok, std::optional<Tensor> factor,
+           double beta1, double beta2, double eps, double decay) {
   STD_TORCH_CHECK(!weights.empty() && !first.empty(), "weights: must not be empty");
-  Lists const lists = {weights, grads, first, second, first_scales, second_scales, offsets,
+  Lists const lists = {weights, low, grads, first, second, first_scales, second_scales, offsets,
                        state_of(first[0]), weights[0].get_device_index()};
   check_counts(lists);
   int64_t const count = int64_t(weights.size());
@@ -107,6 +114,12 @@ void adamw(Tensors weights, Tensors grads, Tensors first, Tensors second, Tensor
   plan.rates = static_cast<float*>(checked(rates, ScalarType::Float, count, lists.device, "rates"));
   plan.roots = static_cast<float*>(checked(roots, ScalarType::Float, count, lists.device, "roots"));
   if (ok) plan.ok = static_cast<bool*>(checked(*ok, ScalarType::Bool, 1, lists.device, "ok"));
+  if (factor) {
+    STD_TORCH_CHECK(!low.empty(), "factor: only gradients in bf16 are multiplied");
+    plan.factor =
+        static_cast<float*>(checked(*factor, ScalarType::Float, 1, lists.device, "factor"));
+  }
+  plan.planes = !low.empty();
   plan.key0 = uint32_t(uint64_t(key)), plan.key1 = uint32_t(uint64_t(key) >> 32);
   plan.beta1 = float(beta1), plan.rest1 = float(1.0 - beta1);
   plan.beta2 = float(beta2), plan.rest2 = float(1.0 - beta2);
@@ -121,10 +134,10 @@ void adamw(Tensors weights, Tensors grads, Tensors first, Tensors second, Tensor
 }  // namespace zpp
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zpp_lab, m) {
-  m.def("adamw(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, "
-        "Tensor(d!)[] first_scales, Tensor(e!)[] second_scales, int[] offsets, int key, "
-        "Tensor rates, Tensor roots, Tensor? ok, float beta1, float beta2, float eps, "
-        "float decay) -> ()");
+  m.def("adamw(Tensor(a!)[] weights, Tensor(f!)[] low, Tensor[] grads, Tensor(b!)[] first, "
+        "Tensor(c!)[] second, Tensor(d!)[] first_scales, Tensor(e!)[] second_scales, "
+        "int[] offsets, int key, Tensor rates, Tensor roots, Tensor? ok, Tensor? factor, "
+        "float beta1, float beta2, float eps, float decay) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zpp_lab, CUDA, m) { m.impl("adamw", TORCH_BOX(&zpp::adamw)); }

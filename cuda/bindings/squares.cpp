@@ -12,20 +12,20 @@ namespace {
 constexpr int64_t MOST = int64_t(1) << 31;  // elements of a row
 
 // Row r of a gradient: elements [r numel, (r + 1) numel), zeros past its end.
-SquaredRow row_of(float const* values, int64_t total, int64_t numel, int64_t r) {
+SquaredRow row_of(char const* values, int64_t width, int64_t total, int64_t numel, int64_t r) {
   int64_t const first = std::min(r * numel, total);
   SquaredRow row = {};
-  row.values = values + first;
+  row.values = values + first * width;
   row.count = uint32_t(std::min(numel, total - first));
   row.numel = uint32_t(numel);
   row.left = left_of(row.numel);
   return row;
 }
 
-void add_row(std::vector<SquareSums>& plans, SquaredRow row, double* sum) {
+void add_row(std::vector<SquareSums>& plans, SquaredRow row, bool half, double* sum) {
   if (plans.empty() || plans.back().rows == MAX_ROWS) {
     plans.push_back({});
-    plans.back().sums = sum;
+    plans.back().sums = sum, plans.back().half = half;
   }
   SquareSums& last = plans.back();
   if (last.rows) row.top = last.row[last.rows - 1].top + last.row[last.rows - 1].left;
@@ -43,6 +43,7 @@ void square_sums(std::vector<Tensor> grads, std::vector<int64_t> numels, int64_t
   auto* const each = static_cast<double*>(
       checked(sums, ScalarType::Double, count * rows, device, "sums"));
   auto* const all = static_cast<double*>(checked(total, ScalarType::Double, rows, device, "total"));
+  bool const half = grads[0].scalar_type() == ScalarType::BFloat16;
   std::vector<SquareSums> plans;
   for (int64_t i = 0; i < count; ++i) {
     Tensor const& grad = grads[size_t(i)];
@@ -50,10 +51,11 @@ void square_sums(std::vector<Tensor> grads, std::vector<int64_t> numels, int64_t
     STD_TORCH_CHECK(0 <= numel && numel < MOST, "numels: must be from 0 to 2^31 - 1");
     STD_TORCH_CHECK(grad.numel() <= rows * numel, "grads: one has ", grad.numel(),
                     " elements, more than ", rows, " rows of ", numel);
-    auto const* const values =
-        static_cast<float const*>(checked(grad, ScalarType::Float, 0, device, "grads"));
+    ScalarType const type = half ? ScalarType::BFloat16 : ScalarType::Float;
+    auto const* const values = static_cast<char const*>(checked(grad, type, 0, device, "grads"));
     for (int64_t r = 0; r < rows; ++r) {
-      add_row(plans, row_of(values, grad.numel(), numel, r), each + i * rows + r);
+      add_row(plans, row_of(values, half ? 2 : 4, grad.numel(), numel, r), half,
+              each + i * rows + r);
     }
   }
   int64_t least = 0;

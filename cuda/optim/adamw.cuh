@@ -189,6 +189,36 @@ struct Byte {
 
 struct Rates {
   float rate, root;  // with bias corrections, from the device
+  float factor;      // of gradients in bf16
+};
+
+// ---- masters -----------------------------------------------------------------------------
+
+// fp32 in two planes of 16 bits, as in zpp_lab/codecs/planes.py.
+struct Halves {
+  uint32_t high, low;
+};
+
+ZPP_HD Halves split(float x) {
+  uint32_t const b = bits_of(x);
+  if ((b & 0x7FFFFFFFu) > 0x7F800000u) return {0x7FC0u, 0u};
+  uint32_t const even = (b + 0x7FFFu + (b >> 16 & 1u)) & 0xFFFF0000u;
+  int32_t const low = int32_t(b - even);
+  return {even >> 16, uint32_t(low > 0x7FFF ? 0x7FFF : low) & 0xFFFFu};
+}
+
+ZPP_HD float joined(uint32_t high, uint32_t low) {
+  return float_of((high << 16) + uint32_t(int32_t(int16_t(low))));
+}
+
+template <bool PLANES>
+struct Master {  // how weights and gradients are kept
+  using Kept = uint32_t;
+};
+
+template <>
+struct Master<true> {
+  using Kept = uint16_t;
 };
 
 // New moments, and the weight in `weight`.
@@ -213,29 +243,44 @@ ZPP_HD Lane lane_of(Part const& p, uint32_t block, int lane) {
 }
 
 // New weights go to memory, new moments to `m`; returns the largest of either moment.
-template <class S, bool WHOLE>
+template <class S, bool PLANES, bool WHOLE>
 ZPP_HD Moments advance(
     AdamW const& h, Part const& p, Rates const& r, uint32_t block, Lane const& l, Moments (&m)[8]) {
   using Kept = typename S::Kept;
-  auto* const weights = reinterpret_cast<uint32_t*>(p.weight) + l.at;
-  auto const grads =
-      load8<WHOLE>(reinterpret_cast<uint32_t const*>(p.grad) + l.at, l.count);
-  auto weight = load8<WHOLE>(weights, l.count);
+  using Word = typename Master<PLANES>::Kept;
+  auto* const weights = static_cast<Word*>(p.weight) + l.at;
+  auto const grads = load8<WHOLE>(static_cast<Word const*>(p.grad) + l.at, l.count);
+  auto const weight = load8<WHOLE>(weights, l.count);
+  Vector<uint16_t> low = {}, lower = {};
+  if constexpr (PLANES) low = load8<WHOLE>(p.low + l.at, l.count);
+  Vector<Word> written = {};
   auto const first = load8<WHOLE>(static_cast<Kept const*>(p.first) + l.at, l.count);
   auto const second = load8<WHOLE>(static_cast<Kept const*>(p.second) + l.at, l.count);
   Moments scale = {}, most = {};
   if constexpr (S::SCALED) scale = {p.first_scale[block], p.second_scale[block]};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    float x = float_of(weight.get(i));
+    float x, grad;
+    if constexpr (PLANES) {
+      x = joined(weight.get(i), low.get(i));
+      grad = mul(float_of(grads.get(i) << 16), r.factor);
+    } else {
+      x = float_of(weight.get(i)), grad = float_of(grads.get(i));
+    }
     m[i] = S::decoded(first.get(i), second.get(i), scale);
-    m[i] = updated(m[i], float_of(grads.get(i)), h, r, x);
-    weight.w[i] = bits_of(x);
+    m[i] = updated(m[i], grad, h, r, x);
+    if constexpr (PLANES) {
+      Halves const planes = split(x);
+      written.put(i, planes.high), lower.put(i, planes.low);
+    } else {
+      written.w[i] = bits_of(x);
+    }
     if (i >= l.count) m[i] = {0.0f, 0.0f};
     most.first = larger(most.first, float_of(bits_of(m[i].first) & 0x7FFFFFFFu));
     most.second = larger(most.second, m[i].second);
   }
-  store8<WHOLE>(weights, l.count, weight);
+  store8<WHOLE>(weights, l.count, written);
+  if constexpr (PLANES) store8<WHOLE>(p.low + l.at, l.count, lower);
   return most;
 }
 

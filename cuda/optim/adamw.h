@@ -12,8 +12,9 @@ constexpr int MAX_PARTS = 50;
 enum class State : int32_t { fp32 = 0, bf16 = 1, byte = 2 };  // how moments are kept
 
 struct Part {  // one parameter, as rows of `columns` elements
-  float* weight;
-  float const* grad;
+  void* weight;  // fp32, or its high plane
+  uint16_t* low;  // its low plane, or null
+  void const* grad;  // fp32, or bf16 where there are planes
   void *first, *second;
   float *first_scale, *second_scale;  // one a block; null unless moments take a byte
   int64_t columns;
@@ -26,10 +27,12 @@ struct Part {  // one parameter, as rows of `columns` elements
 struct AdamW {
   float const *rates, *roots;  // one a part
   bool const* ok;              // null: update
+  float const* factor;         // of gradients in bf16; null: 1
   uint32_t key0, key1;         // of the step's noise
   float beta1, rest1, beta2, rest2, eps, decay;  // rest = 1 - beta, decay = 1 - lr * weight decay
   int32_t parts;
   uint32_t blocks;  // of all parts, below 2^31
+  bool planes;      // whether weights are in two planes
   Part part[MAX_PARTS];
 };
 static_assert(sizeof(AdamW) <= 4096, "kernel parameters are limited to 4 KiB on older drivers");

@@ -6,6 +6,7 @@
 namespace zpp {
 
 // Row → `tops`: a thread adds up one tree, neighbours read neighbours.
+template <class T>
 __global__ void __launch_bounds__(FOLDERS) top_kernel(__grid_constant__ SquareSums const plan) {
   uint32_t tile = blockIdx.x;
 #pragma unroll 1
@@ -14,7 +15,7 @@ __global__ void __launch_bounds__(FOLDERS) top_kernel(__grid_constant__ SquareSu
     uint32_t const tiles = (row.left + FOLDERS - 1) / FOLDERS;
     if (tile < tiles) {
       uint32_t const i = tile * FOLDERS + threadIdx.x;
-      if (i < row.left) plan.tops[row.top + i] = square_tree(row, i);
+      if (i < row.left) plan.tops[row.top + i] = square_tree<T>(row, i);
       return;
     }
     tile -= tiles;
@@ -49,7 +50,8 @@ __global__ void add_in_order_kernel(double const* sums, int64_t count, int64_t r
 int launch_square_sums(SquareSums const& plan, void* stream) {
   auto const own = static_cast<cudaStream_t>(stream);
   if (plan.rows == 0) return cudaSuccess;
-  if (plan.tiles) top_kernel<<<plan.tiles, FOLDERS, 0, own>>>(plan);
+  if (plan.tiles && plan.half) top_kernel<uint16_t><<<plan.tiles, FOLDERS, 0, own>>>(plan);
+  if (plan.tiles && !plan.half) top_kernel<float><<<plan.tiles, FOLDERS, 0, own>>>(plan);
   end_kernel<<<plan.rows, FOLDERS, 0, own>>>(plan);
   return cudaGetLastError();
 }

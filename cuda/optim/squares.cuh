@@ -25,12 +25,16 @@ ZPP_HD int levels_to(uint32_t numel, uint32_t most) {
   return found;
 }
 
+ZPP_HD float value_of(float x) { return x; }
+ZPP_HD float value_of(uint16_t bf16) { return float_of(uint32_t(bf16) << 16); }
+
+template <class T>
 struct Squares {  // of the gradients; what is not there is 0
-  float const* values;
+  T const* values;
   uint32_t count;
 
   ZPP_HD double at(uint32_t i) const {
-    double const x = i < count ? double(values[i]) : 0.0;
+    double const x = i < count ? double(value_of(values[i])) : 0.0;
     return x * x;  // exact
   }
 };
@@ -86,8 +90,10 @@ ZPP_HD double tree(From const& from, uint32_t numel, int levels, uint32_t i) {
 }
 
 // Element i of the `left` that the first kernel leaves of a row.
+template <class T>
 ZPP_HD double square_tree(SquaredRow const& row, uint32_t i) {
-  return tree(Squares{row.values, row.count}, row.numel, levels_to(row.numel, TOP), i);
+  Squares<T> const from = {static_cast<T const*>(row.values), row.count};
+  return tree(from, row.numel, levels_to(row.numel, TOP), i);
 }
 
 // Element i of the FOLDERS or fewer that are left of these.

@@ -12,7 +12,7 @@ constexpr uint32_t TOP = 32768;  // what the first kernel leaves of a row, at mo
 constexpr uint32_t FOLDERS = 256;  // threads of a block
 
 struct SquaredRow {  // `numel` elements, of which the first `count` are there and the rest are zeros
-  float const* values;
+  void const* values;  // fp32, or bf16
   uint32_t count, numel;  // numel below 2^31
   uint32_t left;          // `left_of(numel)`
   uint32_t top;           // where these begin in `tops`
@@ -23,6 +23,7 @@ struct SquareSums {
   double* sums;  // one a row
   int32_t rows;
   uint32_t tiles;  // of FOLDERS elements, of the tops of all rows
+  bool half;  // whether values are bf16
   SquaredRow row[MAX_ROWS];
 };
 static_assert(sizeof(SquareSums) <= 4096, "kernel parameters are limited to 4 KiB on older drivers");

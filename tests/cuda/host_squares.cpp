@@ -7,7 +7,10 @@ namespace zpp {
 
 void square_sum(SquareSums const& plan, int r) {
   SquaredRow const& row = plan.row[r];
-  for (uint32_t i = 0; i < row.left; ++i) plan.tops[row.top + i] = square_tree(row, i);
+  for (uint32_t i = 0; i < row.left; ++i) {
+    plan.tops[row.top + i] =
+        plan.half ? square_tree<uint16_t>(row, i) : square_tree<float>(row, i);
+  }
   double sums[FOLDERS];
   uint32_t left = left_after(row.left, levels_to(row.left, FOLDERS));
   for (uint32_t i = 0; i < left; ++i) sums[i] = top_tree(row, plan.tops, i);

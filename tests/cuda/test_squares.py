@@ -33,7 +33,9 @@ def by_host(host: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm, "operator", lambda: host)
 
 
-def gradients(lengths: list[int], rows: int, device: str = "cpu") -> list[Tensor]:
+def gradients(
+    lengths: list[int], rows: int, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     """Of all sizes, with zeros, from squares that vanish beside others to very large ones; the
     last row lacks some elements, or all."""
     made = torch.Generator().manual_seed(len(lengths) + rows)
@@ -41,7 +43,7 @@ def gradients(lengths: list[int], rows: int, device: str = "cpu") -> list[Tensor
     for i, numel in enumerate(lengths):
         g = torch.randn(rows * numel, generator=made) * 10.0 ** (i % 7 - 3)
         g[:: i + 3] = 0
-        found.append(g[: rows * numel - min(i, numel)].to(device))
+        found.append(g[: rows * numel - min(i, numel)].to(device, dtype))
     return found
 
 
@@ -65,10 +67,11 @@ def test_one_rows_bits_on_the_host(numel: int, by_host: None) -> None:
 
 @with_operators
 @pytest.mark.parametrize("rows", [1, 3])
-def test_many_rows_bits_on_the_host(rows: int, by_host: None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_bits_on_the_host(rows: int, dtype: torch.dtype, by_host: None) -> None:
     """More than one launch takes, added in their order."""
     lengths = [33_000, 5, 1, 0, 512, 70_001] + 170 * [7, 40]
-    grads = gradients(lengths, rows)
+    grads = gradients(lengths, rows, dtype=dtype)
     assert len(lengths) * rows > 2 * norm.ROWS
     same(norm.square_sums(grads, lengths, rows), wanted(grads, lengths, rows))
 
@@ -122,9 +125,10 @@ def test_a_cpus_gradients_take_plain_torch() -> None:
 
 @on_gpu
 @pytest.mark.parametrize("rows", [1, 3])
-def test_the_kernels_bits(rows: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_bits(rows: int, dtype: torch.dtype) -> None:
     lengths = [*LENGTHS, 2**22 + 3, 0] + 170 * [7, 4096]
-    grads = gradients(lengths, rows, "cuda")
+    grads = gradients(lengths, rows, "cuda", dtype)
     kernels.configure("cuda")
     try:
         assert norm.serves(grads, lengths)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.engines.uneven import batch, build_uneven
+from zpp_lab.codecs.planes import joined
 from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.collectives.transport import ProcessGroups
 from zpp_lab.collectives.watchdog import Watchdog
@@ -32,6 +33,7 @@ H4 = {"bits": 4, "block_size": 32, "hadamard": 16}
 NORMAL = {"codec": "normal", **SMALL}
 ZEROPP = {"secondary": True, "hops": 2, "weights": Q8, "grads": Q4}
 BF16 = {"param_dtype": "bf16"}
+SPLIT = {**BF16, "masters": "split"}
 STOCHASTIC = {"rounding": "stochastic"}
 KEPT = {"sharding": {"weights": "node"}, "hops": 2}
 DIFFERENCES = {"sharding": {"weights": "node", "update": "differences"}, "hops": 2}
@@ -92,6 +94,13 @@ PLAIN: Cases = {
     "bf16_states": (ZEROPP, {**BF16, "optimizer_state": "bf16"}),
     "8bit_states": ({}, {"optimizer_state": "8bit", "micro_steps": 2}),
     "host_states": (ZEROPP, {"optimizer_state": "8bit", "optimizer_place": "host"}),
+    "split": (ZEROPP, {**SPLIT, "micro_steps": 2}),
+    "split_fp32_states": ({}, SPLIT),
+    "split_zero3": ({}, {**SPLIT, "optimizer_state": "8bit", "reduce_dtype": "bf16"}),
+    "split_last": (ZEROPP, {**SPLIT, "micro_steps": 2, "accumulate": "last", "clip": 0.0}),
+    "split_host_states": ({"hops": 2}, {**SPLIT, "optimizer_place": "host"}),
+    "split_kept": (KEPT, {**SPLIT, "optimizer_state": "bf16"}),
+    "split_differences": ({**DIFFERENCES, "weights_update": Q4, "grads": Q4}, SPLIT),
     "residual_rate": (ZEROPP, {"residual_lr": 0.1}),
     "residual_rate_8bit_states": ({}, {"residual_lr": 0.1, "optimizer_state": "8bit"}),
     "everything": (
@@ -382,8 +391,13 @@ def kept(engine: Any) -> dict[str, Tensor]:
     later steps depend on. To be called on every rank."""
     state = engine.state_dict()
     every = {"weights": state["weights"], **state["optimizer"]}
-    every |= {kind: state.get(kind, {}) for kind in ("kept", "memory")}
-    return gathered({f"{key} of {n}": t for key, named in every.items() for n, t in named.items()})
+    every |= {kind: state.get(kind, {}) for kind in ("kept", "memory", "low")}
+    found = gathered({f"{key} of {n}": t for key, named in every.items() for n, t in named.items()})
+    for name in state.get("low", {}):  # the virtual engine has such masters whole
+        found[f"weights of {name}"] = joined(
+            found[f"weights of {name}"], found.pop(f"low of {name}")
+        )
+    return found
 
 
 def gathered(named: dict[str, Tensor]) -> dict[str, Tensor]:

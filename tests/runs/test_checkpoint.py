@@ -108,7 +108,11 @@ def on_other_world(folder: str) -> bool:
 def whole(state: Any) -> Any:
     if isinstance(state, dict):
         return {k: whole(v) for k, v in state.items()}
-    return state.full_tensor() if hasattr(state, "full_tensor") else state
+    if not hasattr(state, "full_tensor"):
+        return state
+    if state.dtype == torch.int16:  # gloo does not send them
+        return state.to(torch.int32).full_tensor().to(torch.int16)
+    return state.full_tensor()
 
 
 def same(a: Any, b: Any) -> bool:

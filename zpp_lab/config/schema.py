@@ -129,7 +129,10 @@ class TrainConfig:
     eps: NotNegative = 1e-8
     weight_decay: NotNegative = 0.1
     clip: NotNegative = 1.0  # 0 does not clip
-    optimizer_state: Literal["fp32", "bf16", "8bit"] = "fp32"  # AdamW's moments; masters stay fp32
+    # split: each in two planes of 16 bits, bf16 and the rest, and gradients in bf16; not quite the
+    # same bits (codecs/planes.py)
+    masters: Literal["fp32", "split"] = "fp32"
+    optimizer_state: Literal["fp32", "bf16", "8bit"] = "fp32"  # AdamW's moments
     optimizer_place: Literal["device", "host"] = "device"  # host: moments pass through the GPU
     eval_every: Positive = 50
     eval_tokens: Positive = 32768
@@ -146,9 +149,15 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _need(
-            self.optimizer_place == "device" or self.optimizer_state != "fp32",
-            "train.optimizer_place=host needs train.optimizer_state=bf16 or 8bit: torch's AdamW "
-            "keeps fp32 moments on the weights' device",
+            self.masters == "fp32" or self.param_dtype == "bf16",
+            f"train.masters=split gathers bf16, not train.param_dtype={self.param_dtype}: set "
+            "train.param_dtype=bf16, or train.masters=fp32",
+        )
+        own = self.optimizer_state != "fp32" or self.masters == "split"
+        _need(
+            self.optimizer_place == "device" or own,
+            "train.optimizer_place=host needs train.optimizer_state=bf16 or 8bit, or "
+            "train.masters=split: torch's AdamW keeps fp32 moments on the weights' device",
         )
         _need(
             self.readout_steps <= self.steps,
@@ -276,6 +285,10 @@ class Config:
             not half or self.engine.name == "deepspeed",
             "train.param_dtype=fp16 and train.reduce_dtype=fp16 need engine=deepspeed; "
             f"engine={self.engine.name} has bf16 and fp32",
+        )
+        _need(
+            self.train.masters == "fp32" or self.engine.name != "deepspeed",
+            "train.masters=split: engine=deepspeed has fp32 masters alone; use engine=fsdp",
         )
         _need(
             not (self.model.start_optimizer and self.run.start_from),

@@ -81,15 +81,17 @@ def _added(grads: Mapping[str, Tensor], rows: int, plan: Plan, device: torch.dev
 
 def serves(grads: Sequence[Tensor], numels: Sequence[int]) -> bool:
     """Whether the kernels take gradients that are cut into rows of these lengths."""
-    if not grads or not all(g.is_cuda and g.dtype == torch.float32 for g in grads):
+    if not grads or not all(g.is_cuda and g.dtype == grads[0].dtype for g in grads):
+        return False
+    if grads[0].dtype not in (torch.float32, torch.bfloat16):
         return False
     return max(numels) < 2**31 and use_kernels(grads[0])
 
 
 def square_sums(grads: Sequence[Tensor], numels: Sequence[int], rows: int) -> Tensor:
-    """Gradients fp32, each cut into `rows` rows of its own of `numels`, zeros past its end → fp64
-    [rows]: the squares of a row in the tree of `fold_sum`, gradient after gradient, as
-    `numerics.square_norms` has them."""
+    """Gradients, all fp32 or all bf16, each cut into `rows` rows of its own of `numels`, zeros past
+    its end → fp64 [rows]: the squares of a row in the tree of `fold_sum`, gradient after gradient,
+    as `numerics.square_norms` has them."""
     own = [g if g.is_contiguous() else g.contiguous() for g in grads]
     like: dict[str, Any] = {"dtype": torch.float64, "device": own[0].device}
     tops = torch.empty(_room(tuple(numels), rows), **like)

@@ -206,12 +206,18 @@ def fill(
     rows: Rows,
     local: Callable[[Tensor], Tensor],
     skip: Set[str] = frozenset(),
+    put: Callable[[str, Tensor, Tensor], None] | None = None,
 ) -> None:
-    """Fill each parameter's local tensor, but those in `skip`, with its `rows` of the whole."""
+    """Fill each parameter's local tensor, but those in `skip`, with its `rows` of the whole, or
+    hand its name, itself and these to `put`."""
     for name, p in model.named_parameters():
         if name in skip:
             continue
-        local(p).copy_(start.rows(name, *rows(tuple(p.shape))).view(local(p).shape))
+        values = start.rows(name, *rows(tuple(p.shape))).view(local(p).shape)
+        if put is not None:
+            put(name, p, values)
+        else:
+            local(p).copy_(values)
     for name, buffer in model.named_buffers():
         value = start.buffer(name)
         if value is not None:

@@ -32,7 +32,7 @@ def made(fused: bool) -> tuple[dict[str, nn.Parameter], torch.optim.AdamW]:
 def step(parameters: dict[str, nn.Parameter], optimizer: torch.optim.AdamW, scale: float) -> None:
     for p in parameters.values():
         p.grad = p.detach() * scale
-    begin(optimizer, torch.tensor(scale).isfinite(), 0)(parameters.values())
+    begin(optimizer, torch.tensor(scale).isfinite(), 0)([*parameters.values()])
 
 
 def snapshot(parameters: dict[str, nn.Parameter], optimizer: torch.optim.AdamW) -> list:

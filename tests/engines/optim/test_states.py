@@ -80,7 +80,7 @@ def step(
 ) -> None:
     for p in parameters.values():
         p.grad = p.detach() * scale
-    begin(optimizer, torch.tensor(ok), 5)(parameters.values())
+    begin(optimizer, torch.tensor(ok), 5)([*parameters.values()])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -213,6 +213,7 @@ def test_several_micro_steps_that_reduce_once_send_less() -> None:
         (["train.param_dtype=fp32"], "param_dtype=bf16"),
         (["engine.offload=true"], r"engine\.offload=false"),
         (["train.optimizer_state=8bit", "train.optimizer_place=host"], "optimizer_place=device"),
+        (["train.masters=split"], r"train\.masters=fp32"),
         (["engine=deepspeed", "recipe=zero3"], "engine=fsdp"),
         (["engine.compile=true"], r"engine\.compile=false"),
         (["recipe=w8", "recipe.weights.bits=6"], r"encode\.6"),

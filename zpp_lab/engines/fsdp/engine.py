@@ -37,6 +37,7 @@ from zpp_lab.engines.frozen import mark_all
 from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp.graph import Launched, StepGraph, obstacle
 from zpp_lab.engines.fsdp.kept import Kept
+from zpp_lab.engines.fsdp.masters import Masters
 from zpp_lab.engines.fsdp.prefetch import InVain, Laps, Prefetch, Usage
 from zpp_lab.engines.fsdp.rollout import all_agree, rolled_bytes, rolling, rollout_traffic
 from zpp_lab.engines.fsdp.sent import Sent
@@ -84,6 +85,8 @@ class FsdpEngine(Engine):
         self.plans = plans_by_step(plan, config)
         self.base = FrozenBase(model, plan)
         self.residence = Residence.of(config)
+        cut = config.train.masters == "split"
+        self.masters = Masters(model, self.base.names, cut, self.shards, self.part)
         units = named_units(model, config.engine.blocks_per_unit)
         self.wrapped: Wrapped = wrap(
             model,
@@ -115,11 +118,13 @@ class FsdpEngine(Engine):
         self.memories = self.wrapped.memories
         names = self.base.names  # not ours to train, or to save
         self.parameters = {n: p for n, p in model.named_parameters() if n not in names}
-        self.kept = Kept(self.wrapped.installed, self.parameters, group)
+        self.masters.keep(self.parameters)
+        low = self.masters.low
+        self.kept = Kept(self.wrapped.installed, self.parameters, group, low)
         passing = self.residence.moments_pass
-        self.optimizer = adamw(self.parameters, config.optimization, config.seed, passing)
+        self.optimizer = adamw(self.parameters, config.optimization, config.seed, passing, low)
         self.state = EngineState(
-            self.wrapped, self.parameters, self.kept, self.optimizer, self.base
+            self.wrapped, self.parameters, self.masters, self.kept, self.optimizer, self.base
         )
         static = bool(getattr(model, "same_every_step", False))
         graph = config.engine.graph, obstacle(device, self.residence.offloads, static)
@@ -138,7 +143,8 @@ class FsdpEngine(Engine):
         materialize(self.model, "cpu" if self.residence.masters else self.device)
         start: Start = self.model.start(self.config.seed)  # type: ignore[operator]
         rows = partial(own_rows, shards=self.shards, part=self.part)
-        self.agreed(lambda: fill(self.model, start, rows, local, skip=self.base.names))
+        skip, put = self.base.names, self.masters.put
+        self.agreed(lambda: fill(self.model, start, rows, local, skip, put))
         return start
 
     def enter(self, done: int) -> None:

@@ -25,6 +25,7 @@ from zpp_lab.collectives.transport import HostStreams, Overlap, Streams, all_gat
 from zpp_lab.config.wires import UPDATE
 from zpp_lab.engines.frozen import mark
 from zpp_lab.engines.fsdp.comm import Installed
+from zpp_lab.engines.fsdp.masters import master
 from zpp_lab.engines.optim.shards import local
 
 
@@ -39,9 +40,12 @@ class Kept:
         units: Sequence[Installed],
         parameters: Mapping[str, nn.Parameter],
         group: dist.ProcessGroup | None = None,
+        low: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """`group`: of all ranks of the cluster, where the world has more."""
+        """`group`: of all ranks of the cluster, where the world has more. `low`: the low planes of
+        parameters that are high ones."""
         self.units, self.parameters, self.group = units, parameters, group
+        self.low = low or {}
         # in the order of the next forward, which begins with the root, the last unit
         in_turn = (*units[-1:], *units[:-1])
         self.updates: list[Exchange] = [u.update for u in in_turn if u.update is not None]
@@ -79,14 +83,15 @@ class Kept:
         self.under_way.forget()  # of a step that has failed
         for exchange in self.updates:
             update(p.name for p in exchange.plan.unit.parameters)
-            masters = self._masters(s.name for s in exchange.layout.segments)
+            names = [s.name for s in exchange.layout.segments]
             if observer is None:
                 updated = streams.mark()
                 with streams.lane(UPDATE):
                     streams.wait(updated)
+                    masters = self._masters(names)
                     self.under_way.ship(*exchange.begin(masters, done, ok))
             else:
-                for part in exchange.begin(masters, done, ok, observer):
+                for part in exchange.begin(self._masters(names), done, ok, observer):
                     part()
             add_bytes(sent, {UPDATE: exchange.ledger.step[UPDATE]}, exchange.cluster.world)
         with streams.lane(UPDATE):
@@ -99,7 +104,7 @@ class Kept:
             update.wait()
 
     def _masters(self, names: Iterable[str]) -> list[Tensor]:
-        return [local(self.parameters[name]) for name in names]
+        return [master(self.parameters[name], self.low.get(name)) for name in names]
 
     def state(self) -> dict[str, DTensor]:
         """What is remembered, sharded as the masters are; it shares memory with what is kept.

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from zpp_lab.codecs.planes import joined
 from zpp_lab.engines.frozen import check_marks
 from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp.kept import Kept, on_ranks
+from zpp_lab.engines.fsdp.masters import Masters
 from zpp_lab.engines.fsdp.wrap import Wrapped
 from zpp_lab.engines.optim.build import (
     AdamW,
@@ -33,12 +35,13 @@ class EngineState:
         self,
         wrapped: Wrapped,
         parameters: Mapping[str, nn.Parameter],
+        masters: Masters,
         kept: Kept,
         optimizer: AdamW,
         base: FrozenBase,
     ) -> None:
         self.wrapped, self.parameters, self.kept = wrapped, parameters, kept
-        self.optimizer, self.base = optimizer, base
+        self.masters, self.optimizer, self.base = masters, optimizer, base
         self.rank, self.shards = wrapped.memories.ranks[0], wrapped.plan.recipe.shards
 
     def updates(
@@ -48,15 +51,12 @@ class EngineState:
         each once: clipped by `factor`, and unchanged where `ok` is false on the device."""
         found = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
         self.optimizer.zero_grad(set_to_none=True)
-        change = begin(self.optimizer, ok, step)
+        change = begin(self.optimizer, ok, step, factor)
 
         def update(names: Iterable[str]) -> None:
             own = {name: found.pop(name) for name in names if name in found}
             if not own:
                 return
-            grads = [local(grad) for grad in own.values()]
-            if factor is not None:
-                torch._foreach_mul_(grads, factor.to(grads[0].device))
             for name, grad in own.items():
                 self.parameters[name].grad = grad
             change([self.parameters[name] for name in own])
@@ -76,6 +76,7 @@ class EngineState:
         memories, group = self.wrapped.memories.state(), self.kept.group
         return {
             "weights": {n: p.detach() for n, p in self.parameters.items()},
+            **({"low": dict(self.masters.low)} if self.masters.low else {}),
             "optimizer": optimizer_state(self.optimizer, self.parameters),
             **({"kept": dict(kept)} if kept else {}),
             **({"memory": on_ranks(memories, self.parameters, group)} if memories else {}),
@@ -93,8 +94,11 @@ class EngineState:
         check_state(self.optimizer, self.parameters, dtypes)
         self._make_optimizer_state(kept.get("step", {}))
         with torch.no_grad():
+            low = state.get("low", {})
             for name, p in self.parameters.items():
-                self._put(p, state["weights"][name])
+                own = self._own(p, state["weights"][name])
+                below = self._own(p, low[name]) if name in low else None
+                self.masters.put(name, p, own if below is None else joined(own, below))
             for key, values in kept.items():
                 for name, value in values.items():
                     self._put(self.optimizer.state[self.parameters[name]][key], value)
@@ -136,6 +140,10 @@ class EngineState:
             self.optimizer.state[p] = zero_state(self.optimizer, p.detach())
 
     def _put(self, into: Tensor, value: Tensor) -> None:
-        whole = isinstance(into, DTensor) and not isinstance(value, DTensor)
-        rows = own_rows(value.shape, self.shards, self.rank % self.shards) if whole else (0, 0)
-        local(into).copy_(value[slice(*rows)] if whole else local(value))
+        local(into).copy_(self._own(into, value))
+
+    def _own(self, into: Tensor, value: Tensor) -> Tensor:
+        """Return this rank's rows of a value for `into`, sharded as it is or whole."""
+        if isinstance(into, DTensor) and not isinstance(value, DTensor):
+            return value[slice(*own_rows(value.shape, self.shards, self.rank % self.shards))]
+        return local(value)

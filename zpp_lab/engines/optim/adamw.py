@@ -11,7 +11,7 @@ their temporaries stay below `BATCH` elements times `SCRATCH` bytes whatever the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from zpp_lab.codecs.planes import joined, split
 from zpp_lab.engines.optim import update as host
 from zpp_lab.engines.optim import update as kernel
-from zpp_lab.engines.optim.shards import is_sharded, local
+from zpp_lab.engines.optim.shards import local, sharded_as
 from zpp_lab.engines.optim.states import (
     DTYPES,
     MOMENTS,
@@ -40,6 +41,7 @@ from zpp_lab.engines.optim.update import Streams
 
 BATCH = 2**23
 SCRATCH = 20  # bytes an element: two moments, the update and what encoding takes
+PLANES = 24  # more for masters in two planes: gradient, weight and what splitting takes
 SPREAD = 2**16  # rows start at so many places of a step's noise
 
 T = TypeVar("T")
@@ -52,7 +54,9 @@ class RowBlock:
     kind: StateKind
     group: dict[str, Any]
     weight: Tensor
+    low: Tensor | None  # of a weight in two planes
     grad: Tensor
+    factor: Tensor | None  # what the gradient is multiplied by, fp32 scalar
     rate: Tensor  # fp32 scalar: the learning rate over the first moment's bias correction
     root: Tensor  # fp32 scalar: root of the second moment's bias correction
     state: dict[str, Tensor]
@@ -61,7 +65,8 @@ class RowBlock:
 
 class CompactAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW's formula with moments in bf16 or 8 bits; weights and sums are fp32.
-    Parameters are fp32 tensors or DTensors cut along dimension 0. `step` needs the number of the
+    Parameters are fp32 tensors or DTensors cut along dimension 0, or the high planes of such, all
+    of them; then `low` has the others, and gradients are bf16. `step` needs the number of the
     training step, which with `seed` decides how moments are rounded. `host`: moments lie in host
     memory and pass through the parameters' device (`update.py`), with the same bits."""
 
@@ -75,13 +80,15 @@ class CompactAdamW(torch.optim.Optimizer):
         eps: float,
         weight_decay: float = 0.0,
         host: bool = False,
+        low: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        self.kind, self.seed, self.host = kind, seed, host
+        self.kind, self.seed, self.host, self.low = kind, seed, host, low or {}
         self.near: dict[Tensor, dict[str, Tensor]] = {}  # of the parameters under way, if `host`
-        self.number = 0  # of the step that `begin` began, as are these two
+        self.number = 0  # of the step that `begin` began, as are these three
         self.ok: Tensor | None = None
+        self.factor: Tensor | None = None
         self.noise: Tensor | None = None
         # Kept from step to step: torch keeps what a stream has freed for that stream alone, so
         # with new ones in every step tens of stages would lie about.
@@ -103,10 +110,10 @@ class CompactAdamW(torch.optim.Optimizer):
         state = {"step": torch.zeros((), device=device)}
         for moment in MOMENTS:
             made = host.zeros(own, DTYPES[kind], device, self.host)
-            state[moment] = _sharded_as(p, made, p.shape)
+            state[moment] = sharded_as(p, made, p.shape)
             if kind == "8bit":
                 made = host.zeros((own[0], *wide), torch.float32, device, self.host)
-                state[moment + SCALE] = _sharded_as(p, made, (p.shape[0], *wide))
+                state[moment + SCALE] = sharded_as(p, made, (p.shape[0], *wide))
         return state
 
     def step(self, closure: None = None, *, number: int = 0, ok: Tensor | None = None) -> None:  # type: ignore[override]
@@ -116,9 +123,11 @@ class CompactAdamW(torch.optim.Optimizer):
         self.begin(number, ok)
         self.update([p for group in self.param_groups for p in group["params"]])
 
-    def begin(self, number: int, ok: Tensor | None = None) -> None:
-        """Begin a step, in which `update` takes each parameter once."""
-        self.number, self.ok, self.noise = number, ok, None
+    def begin(self, number: int, ok: Tensor | None = None, factor: Tensor | None = None) -> None:
+        """Begin a step, in which `update` takes each parameter once. Gradients of high planes are
+        multiplied by `factor`, an fp32 scalar."""
+        assert factor is None or self.low
+        self.number, self.ok, self.factor, self.noise = number, ok, factor, None
 
     @torch.no_grad()
     def update(self, some: Iterable[Tensor]) -> None:
@@ -191,6 +200,7 @@ class CompactAdamW(torch.optim.Optimizer):
             states = [self._states(p) for p in some]
             kernel.launch(
                 [local(p) for p in some],
+                [local(self.low[p]) for p in some] if self.low else (),
                 [local(p.grad) for p in some],
                 {k: [s[k] for s in states] for k in states[0]},
                 [self.offsets[p] for p in some],
@@ -198,6 +208,7 @@ class CompactAdamW(torch.optim.Optimizer):
                 *self._corrections(group, some),
                 noise_key(self.seed, self.number),
                 self.ok,
+                self.factor,
             )
 
     def _corrections(
@@ -217,6 +228,7 @@ class CompactAdamW(torch.optim.Optimizer):
         for p, rate, root in zip(parameters, rates, roots, strict=True):
             kind, n = self.kinds[p], prod(p.shape[1:])
             weight, grad, state = local(p.detach()), local(p.grad), self._states(p)
+            below = local(self.low[p]).view(weight.shape) if self.low else None
             wide = 1 if kind == "fp32" else n  # in fp32 rows mean nothing
             own = noise[self.offsets[p] :][:n]
             rows, each = weight.numel() // wide, max(1, BATCH // wide)
@@ -224,22 +236,9 @@ class CompactAdamW(torch.optim.Optimizer):
             for first in range(0, rows, each):
                 part = slice(first, first + each)
                 w, g = weight.view(rows, wide)[part], grad.reshape(rows, wide)[part]
+                low = None if below is None else below.view(rows, wide)[part]
                 states = {k: v[part] for k, v in flat.items()}
-                yield RowBlock(kind, group, w, g, rate, root, states, own)
-
-
-def _sharded_as(p: Tensor, own: Tensor, shape: Sequence[int]) -> Tensor:
-    """Wrap `own` as this rank's rows of a tensor of `shape` that is sharded as `p` is, on its own
-    device; `DTensor.from_local` would move it to the mesh's device."""
-    if not is_sharded(p):
-        return own
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    stride = torch.empty(tuple(shape), device="meta").stride()
-    meta = TensorMeta(torch.Size(shape), stride, own.dtype)
-    spec = DTensorSpec(p.device_mesh, p.placements, tensor_meta=meta)
-    return DTensor(own, spec, requires_grad=False)  # type: ignore[call-arg]
+                yield RowBlock(kind, group, w, low, g, self.factor, rate, root, states, own)
 
 
 def together(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
@@ -260,7 +259,7 @@ def _update(batch: list[RowBlock], ok: Tensor | None) -> None:
     """Apply torch.optim.AdamW's formula, each product and sum rounded by itself."""
     group = batch[0].group
     beta1, beta2 = group["betas"]
-    grads = [p.grad for p in batch]
+    grads = [_gradient(p) for p in batch]
     first = [_moment(p, MOMENTS[0]) for p in batch]
     second = [_moment(p, MOMENTS[1]) for p in batch]
     torch._foreach_mul_(first, beta1)
@@ -282,13 +281,26 @@ def _update(batch: list[RowBlock], ok: Tensor | None) -> None:
         _keep(block, MOMENTS[0], m, ok)
         _keep(block, MOMENTS[1], v, ok)
     del first, second
-    weights = [p.weight for p in batch]
-    if ok is None:
-        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+    weights, decay = [p.weight for p in batch], 1 - group["lr"] * group["weight_decay"]
+    if ok is None and batch[0].low is None:
+        torch._foreach_mul_(weights, decay)
         torch._foreach_sub_(weights, update)
         return
-    for w, u in zip(weights, update, strict=True):
-        _put(w, (w * (1 - group["lr"] * group["weight_decay"])).sub_(u), ok)
+    for block, u in zip(batch, update, strict=True):
+        if block.low is None:
+            _put(block.weight, (block.weight * decay).sub_(u), ok)
+            continue
+        high, low = split(joined(block.weight, block.low).mul_(decay).sub_(u))
+        _put(block.weight, high, ok)
+        _put(block.low, low, ok)
+
+
+def _gradient(block: RowBlock) -> Tensor:
+    """Return the gradient, fp32 [rows, n]."""
+    if block.low is None:
+        return block.grad
+    found = block.grad.to(torch.float32)
+    return found if block.factor is None else found.mul_(block.factor)
 
 
 def _moment(block: RowBlock, name: str) -> Tensor:

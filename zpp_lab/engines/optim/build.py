@@ -8,7 +8,7 @@ rates and a run resumes with its config's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zpp_lab.config.schema import TrainConfig
 from zpp_lab.engines.optim import DTYPES, CompactAdamW, ShardAdamW, kind_of
-from zpp_lab.engines.optim.shards import is_sharded
+from zpp_lab.engines.optim.shards import is_sharded, local
 from zpp_lab.engines.optim.states import MOMENTS
 from zpp_lab.models.params import feeds_residual, param_class
 
@@ -28,15 +28,20 @@ OptimizerState = dict[str, dict[str, Tensor]]  # {key: {parameter name: tensor}}
 
 
 def adamw(
-    parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int = 0, host: bool = False
+    parameters: Mapping[str, nn.Parameter],
+    train: TrainConfig,
+    seed: int = 0,
+    host: bool = False,
+    low: Mapping[str, Tensor] | None = None,
 ) -> AdamW:
     """Build AdamW with weight decay on matrices only (norms and biases have one dimension), and a
     rate of its own for projections into the residual stream (train.residual_lr).
 
-    With states in fp32 torch's own, on a GPU the fused one; of DTensors their shards alone are
-    updated. `begin` can hold back the fused one and ours without asking the host. `seed`: of the
-    rounding of smaller states, which `host` keeps in host memory. ValueError when there is
-    nothing to train, or no such projection.
+    With states and masters in fp32 torch's own, on a GPU the fused one; of DTensors their shards
+    alone are updated. `begin` can hold back the fused one and ours without asking the host. `seed`:
+    of the rounding of smaller states. `host`: whether ours lie in host memory. `low`: the low
+    planes of parameters that are high ones. ValueError when there is nothing to train, or no such
+    projection.
     """
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if not trained:
@@ -46,9 +51,12 @@ def adamw(
     groups = _groups(trained, train)
     assert train.beta2_tokens is None, "tokens a step are known to Config.optimization"
     betas = (train.beta1, train.beta2)
-    if train.optimizer_state != "fp32":
+    if train.optimizer_state != "fp32" or train.masters == "split":
         settings = (train.optimizer_state, seed, train.lr, betas, train.eps)
-        return CompactAdamW(groups, *settings, host=host)
+        planes: dict[Tensor, Tensor] = {
+            parameters[name]: plane for name, plane in (low or {}).items()
+        }
+        return CompactAdamW(groups, *settings, host=host, low=planes)
     every = list(trained.values())
     made = ShardAdamW if any(map(is_sharded, every)) else torch.optim.AdamW
     kind = {"fused" if all(p.device.type == "cuda" for p in every) else "foreach": True}
@@ -100,14 +108,28 @@ def update(optimizer: AdamW, number: int, ok: Tensor | None = None) -> None:
     optimizer.step()
 
 
-def begin(optimizer: AdamW, ok: Tensor, number: int) -> Callable[[Iterable[Tensor]], None]:
-    """Begin step `number` of shards; returns what updates some parameters, each once, or nothing
-    where `ok` is false. Where weights lie on the CPU the host asks."""
+def begin(
+    optimizer: AdamW, ok: Tensor, number: int, factor: Tensor | None = None
+) -> Callable[[Sequence[Tensor]], None]:
+    """Begin step `number` of shards; returns what updates some parameters, each once, with
+    gradients times `factor`, or nothing where `ok` is false. Where weights lie on the CPU the host
+    asks."""
     assert isinstance(optimizer, CompactAdamW | ShardAdamW)
     if not on_device(optimizer) and not bool(ok):
         return lambda some: None
-    optimizer.begin(number, ok if on_device(optimizer) else None)
-    return optimizer.update
+    given = ok if on_device(optimizer) else None
+    if isinstance(optimizer, CompactAdamW) and optimizer.low:
+        optimizer.begin(number, given, None if factor is None else factor.to(optimizer.device))
+        return optimizer.update
+    optimizer.begin(number, given)
+
+    def update(some: Sequence[Tensor]) -> None:
+        if factor is not None:
+            grads = [local(p.grad) for p in some]
+            torch._foreach_mul_(grads, factor.to(grads[0].device))
+        optimizer.update(some)
+
+    return update
 
 
 def on_device(optimizer: AdamW) -> bool:

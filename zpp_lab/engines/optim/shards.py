@@ -11,7 +11,7 @@ imported it there are none, as in the virtual engine and in `zpp-lab plan`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -36,6 +36,20 @@ def local(t: Any) -> Tensor:
     """Return this rank's part of `t`, outside of any graph."""
     # a step asks some thousand times, and `to_local` takes the host microseconds each time
     return t._local_tensor if is_sharded(t) else t
+
+
+def sharded_as(p: Tensor, own: Tensor, shape: Sequence[int]) -> Tensor:
+    """Wrap `own` as this rank's rows of a tensor of `shape` that is sharded as `p` is, on its own
+    device; `DTensor.from_local` would move it to the mesh's device."""
+    if not is_sharded(p):
+        return own
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, own.dtype)
+    spec = DTensorSpec(p.device_mesh, p.placements, tensor_meta=meta)
+    return DTensor(own, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 class ShardAdamW(torch.optim.AdamW):

@@ -71,6 +71,7 @@ def serves(weight: Tensor) -> bool:
 
 def launch(
     weights: Sequence[Tensor],
+    low: Sequence[Tensor],
     grads: Sequence[Tensor],
     states: Mapping[str, Sequence[Tensor]],
     offsets: Sequence[int],
@@ -79,14 +80,17 @@ def launch(
     roots: Tensor,
     key: int,
     ok: Tensor | None,
+    factor: Tensor | None,
 ) -> None:
     """Update weights and states as the operators in adamw.py do, to the bit. weights, grads: fp32,
-    this rank's rows of parameters with one kind of state; weights are contiguous. states: by key.
-    offsets: where rows begin in the step's noise, whose key is `key`. rates, roots: fp32
+    this rank's rows of parameters with one kind of state; weights are contiguous. low: their low
+    planes, if weights are high ones; then grads are bf16, and multiplied by `factor`. states: by
+    key. offsets: where rows begin in the step's noise, whose key is `key`. rates, roots: fp32
     [parameters], `rate` and `root` of a `Piece`."""
     first, second = MOMENTS
     operator()(
         weights,
+        low,
         [g if g.is_contiguous() else g.contiguous() for g in grads],
         states[first],
         states[second],
@@ -97,6 +101,7 @@ def launch(
         rates,
         roots,
         ok,
+        factor,
         *group["betas"],
         group["eps"],
         1 - group["lr"] * group["weight_decay"],

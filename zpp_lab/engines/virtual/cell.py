@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zpp_lab.codecs import Noise, kernels
+from zpp_lab.codecs.planes import joined, settle
 from zpp_lab.collectives.context import Memories
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.plan import PassUse, Plan, StepUse, plans_by_step
@@ -47,6 +48,8 @@ class Cell:
         self.marks = self._store_base()
         live = {n: p for n, p in self.weights.items() if n not in self.marks}
         self.master = {n: nn.Parameter(p.detach().clone()) for n, p in live.items()}
+        self.split = config.train.masters == "split"
+        self._settle()
         for name, p in live.items():
             self.master[name].requires_grad_(p.requires_grad)
             p.data = p.data.to(DTYPES[config.train.param_dtype])
@@ -117,7 +120,8 @@ class Cell:
             for name, rows in reduction.mean(dtype).items():
                 own = self.master[name]
                 mean = rows.flatten()[: own.numel()].view(own.shape)  # without padding
-                total[name] = total[name] + mean if name in total else mean
+                mean = self._kept_as(mean)
+                total[name] = self._kept_as(total[name] + mean) if name in total else mean
 
     def squares(self, grads: Grads) -> Tensor:
         """Return each rank's sum of squares, fp64 [shards]."""
@@ -129,7 +133,18 @@ class Cell:
         for name, p in self.master.items():
             p.grad = grads.get(name)
         update(self.optimizer, step)
+        self._settle()
         self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Give masters the values that two planes hold, where real ranks keep them so."""
+        for p in self.master.values() if self.split else ():
+            settle(p.data)
+
+    def _kept_as(self, gradient: Tensor) -> Tensor:
+        """Round a gradient to the dtype in which real ranks keep it."""
+        return gradient.to(torch.bfloat16).to(gradient.dtype) if self.split else gradient
 
     def check_bytes(self, passes: tuple[PassUse, ...], reduced: Sequence[frozenset[str]]) -> None:
         """Count what a real run of this step sends besides reductions, which have counted theirs;
@@ -241,8 +256,11 @@ class Cell:
             raise ValueError(f"the checkpoint is of another model; {missing[0]} differs")
         check_marks(self.marks, state.get("base", {}))
         with torch.no_grad():
+            low = state.get("low", {})
             for name, p in self.master.items():
-                p.copy_(state["weights"][name])
+                value = state["weights"][name]
+                p.copy_(joined(value, low[name]) if name in low else value)
+        self._settle()
         remembered = state.get("memory", {})
         for name, tensor in self.memories.make(remembered, self.device).items():
             tensor.copy_(remembered[name])

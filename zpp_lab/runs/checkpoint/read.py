@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zpp_lab.codecs.planes import joined, split
 from zpp_lab.config.schema import Config
 from zpp_lab.runs.checkpoint.index import (
     BLOCK,
@@ -34,7 +35,8 @@ from zpp_lab.runs.checkpoint.index import (
 from zpp_lab.runs.checkpoint.origin import foreign
 from zpp_lab.runs.checkpoint.tensor_file import torch_dtype
 
-# "weights": {name: tensor}; "optimizer": {key: {name: tensor}}; "base"; "memory": {wire.name: …}
+# "weights": {name: tensor}; "low": {name: tensor}, where weights are high planes;
+# "optimizer": {key: {name: tensor}}; "base"; "memory": {wire.name: …}
 State = dict[str, Any]
 THREADS = 4  # tensors that are read side by side
 
@@ -120,7 +122,8 @@ class Saved:
         return {n: (torch_dtype(t.dtype), t.shape) for n, t in self._kind("memory").items()}
 
     def read(self, name: str) -> Tensor:
-        return self._whole(f"weights.{name}").float()
+        shape = self.shapes[name]
+        return self.rows(name, 0, shape[0] if shape else 1).view(shape)
 
     def kept(self, name: str) -> Tensor | None:
         """Return a whole node-replicated weight, in param_dtype on the CPU; None without it."""
@@ -130,8 +133,14 @@ class Saved:
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Return rows [first, last) of a weight, fp32 on the CPU, reading their blocks alone."""
         out = torch.empty(last - first, *self.shapes[name][1:])
-        self._fill(f"weights.{name}", first, out)
-        return out
+        low, names = f"low.{name}", (f"weights.{name}", f"low.{name}")
+        if low not in self.tensors:
+            self._fill(names[0], first, out)
+            return out
+        planes = [torch.empty(out.shape, dtype=d) for d in (torch.bfloat16, torch.int16)]
+        for each, plane in zip(names, planes, strict=True):
+            self._fill(each, first, plane)
+        return joined(*planes)
 
     def state(self) -> State:
         """Read everything as whole tensors on the CPU: `weights`, `optimizer`, and `base`, `kept`,
@@ -147,21 +156,35 @@ class Saved:
         return state
 
     def read_into(self, state: State) -> None:
-        """Fill the tensors of `state`, sharded or whole, each rank its own rows.
+        """Fill the tensors of `state`, sharded or whole, each rank its own rows. Weights in one
+        piece and in two planes are converted into each other.
 
         ValueError when one is not there, or of another shape.
         """
         wanted = dict(flat(state))
-        for name, tensor in wanted.items():
+        planes = {n.removeprefix("low."): t for n, t in wanted.items() if n.startswith("low.")}
+        other = bool(planes) != bool(self._kind("low"))  # weights are kept otherwise here
+        names = [name for name in wanted if not (other and name.startswith("low."))]
+        for name in names:
             stored = self.tensors.get(name)
-            if stored is None or stored.shape != tuple(tensor.shape):
+            if stored is None or stored.shape != tuple(wanted[name].shape):
                 raise ValueError(f"{self.path} is of another model; {name} differs")
 
         def fill(name: str) -> None:
-            tensor = wanted[name]
-            self._fill(name, own_rows(tensor)[0], local(tensor).detach())
+            (first, last, _), own = own_rows(wanted[name]), local(wanted[name]).detach()
+            if not other or not name.startswith("weights."):
+                self._fill(name, first, own)
+                return
+            weight = name.removeprefix("weights.")
+            values = self.rows(weight, first, last).view(own.shape)
+            if weight not in planes:
+                own.copy_(values)
+                return
+            high, low = split(values)
+            own.copy_(high)
+            local(planes[weight]).copy_(low)
 
-        list(self._side_by_side(fill, wanted))
+        list(self._side_by_side(fill, names))
 
     def check_origin(self, run: Path, config: Config | None = None) -> None:
         """Raise ForeignError where it is not of the run in the folder `run`."""

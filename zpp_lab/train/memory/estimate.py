@@ -28,7 +28,7 @@ from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import INTRA
 from zpp_lab.engines.build import plan_of, vocabulary
 from zpp_lab.engines.norm import square_bytes
-from zpp_lab.engines.optim import BATCH, SCRATCH, StateKind, state_bytes
+from zpp_lab.engines.optim import BATCH, PLANES, SCRATCH, StateKind, state_bytes
 from zpp_lab.engines.optim.update import STAGE, STREAMS, pinned_state_bytes
 from zpp_lab.engines.units import is_untouched
 from zpp_lab.models.lora import A as LORA_A
@@ -140,6 +140,7 @@ class _Rank:
         self.plan, self.config, self.acts, self.heldout = plan, config, acts, heldout
         recipe, self.residence = plan.recipe, Residence.of(config)
         self.weight, self.grad = recipe.weights_dtype.itemsize, recipe.grads_dtype.itemsize
+        self.planes = config.train.masters == "split"
         self.untouched = is_untouched(plan, config.engine.ordered)
         self.buffers, self.kernels = Buffers(plan, config), kernels_serve(config)
         self.root = plan.units[-1]
@@ -163,11 +164,12 @@ class _Rank:
         every = [p for u in self.plan.units for p in u.unit.parameters if not _stored(u, p)]
         trained = [p for u in self.plan.units for p in _trained(u)]
         place: Literal["gpu", "host"] = "host" if self.residence.masters else "gpu"
+        masters, grads = ("bf16 and rest", "bf16") if self.planes else ("fp32", "fp32")
         return [
-            Item("master weights, fp32", always(shard_bytes(every)), place),
+            Item(f"master weights, {masters}", always(shard_bytes(every)), place),
             Item("frozen base, encoded", always(sum(u.stored.nbytes for u in self.plan.units))),
             *self._moments(trained, self.config.train.optimizer_state, place),
-            Item("gradients, fp32", self._gradients(), place),
+            Item(f"gradients, {grads}", self._gradients(), place),
             Item("checkpoint, being written", always(self._checkpoint(every, trained)), "host"),
             Item("node-replicated weights", always(self._kept())),
             Item("error-feedback residuals", always(self.plan.memory_bytes)),
@@ -239,7 +241,7 @@ class _Rank:
     def _update(self, unit: UnitPlan) -> int:
         """Count a unit's payloads and torch's temporaries: what is encoded from masters where
         telemetry looks or no kernel serves; without kernels also what stacked parameters decode to,
-        the result and the choice of either; masters of host memory."""
+        the result and the choice of either; masters of host memory or in two planes."""
         recipe, segments = self.plan.recipe, unit.update.segments
         numel = sum(s.numel for s in segments)
         most = self.buffers.update(unit)
@@ -248,7 +250,7 @@ class _Rank:
         if not self.kernels:
             groups = [sum(segments[i].numel for i in group) for group in unit.update.groups]
             most += 3 * FP32 * recipe.cluster.nodes * max(groups, default=0)
-        return most + (FP32 * numel if self.residence.masters else 0)
+        return most + (FP32 * numel if self.residence.masters or self.planes else 0)
 
     def _moments(
         self, trained: list[Parameter], kind: StateKind, place: Literal["gpu", "host"]
@@ -283,10 +285,11 @@ class _Rank:
 
     def _gradients(self) -> dict[Moment, int]:
         """Count this rank's gradients of reduced units. A unit's come with its reduction."""
-        every = shard_bytes(p for u in self.plan.units for p in _trained(u))
+        each = FP32 // 2 if self.planes else FP32
+        every = shard_bytes((p for u in self.plan.units for p in _trained(u)), each)
         if self.plan.reductions > 1:  # earlier micro-steps have left theirs
             return always(every) | NOT_EVALUATED
-        root, block = shard_bytes(_trained(self.root)), shard_bytes(_trained(self.unit))
+        root, block = (shard_bytes(_trained(u), each) for u in (self.root, self.unit))
         late, end = max(0, every - root - block), every - root
         return moments(early=self.early * block, late=late, root=end, update=every)
 
@@ -406,8 +409,9 @@ class _Rank:
 
     def compute(self) -> list[Item]:
         acts, shards = self.acts, [p.shard_numel for u in self.plan.units for p in _trained(u)]
-        ours = not self.kernels and self.config.train.optimizer_state != "fp32"
-        updating = SCRATCH * min(BATCH, sum(shards)) if ours else 0  # AdamW in plain torch
+        ours = not self.kernels and (self.config.train.optimizer_state != "fp32" or self.planes)
+        each = SCRATCH + (PLANES if self.planes else 0)
+        updating = each * min(BATCH, sum(shards)) if ours else 0  # AdamW in plain torch
         norm = max(square_bytes(shards, self.kernels), updating)
         if self.residence.offloads:
             norm = 0

@@ -192,6 +192,8 @@ def _check(config: Config, link_gbps: float | None) -> None:
         raise ValueError(
             "train.optimizer_place=host has no figures: predict train.optimizer_place=device"
         )
+    if config.train.masters == "split":
+        raise ValueError("train.masters=split has no figures: predict train.masters=fp32")
     if config.recipe.phases:
         raise ValueError(
             f"recipe {config.recipe.name}: each phase has a step of its own: predict one of them, "
