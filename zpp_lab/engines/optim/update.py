@@ -11,7 +11,7 @@ the other's go: the bus carries both ways at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zpp_lab.codecs.kernels.backend import use_kernels
 from zpp_lab.codecs.kernels.table import signed
+from zpp_lab.engines.optim import pinned
 from zpp_lab.engines.optim.states import MOMENTS, SCALE, StateKind, moment_bytes
 
 STAGE = 2**28  # bytes of moments that a stream has on the GPU; one parameter's may be more
@@ -52,16 +53,16 @@ class Streams:
             torch.cuda.current_stream().wait_stream(stream)
 
 
-def zeros(shape: Iterable[int], dtype: torch.dtype, device: torch.device, host: bool) -> Tensor:
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, host: bool) -> Tensor:
     """Allocate a moment on `device`, or (`host`) where a GPU `device` reads it directly."""
     if not host:
         return torch.zeros(*shape, dtype=dtype, device=device)
-    return torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return pinned.zeros(shape, dtype, device.type == "cuda")
 
 
 def pinned_state_bytes(shape: Sequence[int], kind: StateKind) -> int:
-    """Return the pinned bytes, powers of two, of both moments of a shard and their scales."""
-    return sum(2 << max(0, nbytes - 1).bit_length() for nbytes in moment_bytes(shape, kind))
+    """Return the pinned bytes of both moments of a shard and their scales."""
+    return 2 * sum(map(pinned.pinned_bytes, moment_bytes(shape, kind)))
 
 
 def serves(weight: Tensor) -> bool:
