@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr
 from io import StringIO
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
+from tests import loop_base
 from tests.engines.fsdp_world import run_world
 from tests.loop_jobs import (
     APART,
@@ -45,12 +46,11 @@ from tests.loop_jobs import (
     two_forwards,
     unfrozen_within,
 )
-from tests.loop_world import ask
+from tests.loop_world import ask, cluster_of
 from tests.two_ranks import two_gpus, two_ranks
 from zpp_lab.api import _own_dtype
 from zpp_lab.collectives.transport import ProcessGroups
 from zpp_lab.collectives.watchdog import Watchdog
-from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.engines.units import check_dtypes, cut_units
 
 JOBS: dict[Callable[..., Any], tuple[str, ...]] = {
@@ -83,16 +83,19 @@ FEWER: dict[Callable[..., Any], tuple[str, ...]] = {
     resumed: ("sdp4bit", "w8_then_w4"),
 }
 SOME = [(job, name) for job, name in ALL if name in FEWER.get(job, (name,))]
+# Those whose state lies on the ranks of a node run on 2 × 2; half as many ranks serve the others.
+IN_NODES = (swapped, averaged)
 
 
-def jobs(folder: str, few: bool) -> dict[str, Any]:
+def jobs(folder: str, shape: str, some: list[Any]) -> dict[str, Any]:
     """One start of ranks serves all tests, and one transport all models: each would start threads
     of its own."""
-    transport = ProcessGroups(ClusterConfig(2, 2), Watchdog(100.0))
+    loop_base.WORLD.shape = shape
+    transport = ProcessGroups(cluster_of(shape), Watchdog(100.0))
     with patch("zpp_lab.api.connect", lambda *_: transport), redirect_stderr(StringIO()):
         return {
             f"{job.__name__} {name}": job(name, folder) if job is resumed else job(name)
-            for job, name in (SOME if few else ALL)
+            for job, name in some
         }
 
 
@@ -105,7 +108,7 @@ class Few(dict[str, Any]):
 
 
 WORLDS = [
-    pytest.param(("2x2", "few", "cpu"), id="gloo-2x2-few"),
+    pytest.param(("", "few", "cpu"), id="gloo-few"),
     pytest.param(("2x2", "groups", "cpu"), id="gloo-2x2", marks=pytest.mark.slow),
     pytest.param(("2x1", "groups", "cpu"), id="gloo-2x1", marks=pytest.mark.slow),
     pytest.param(("1x2", "groups", "cpu"), id="gloo-1x2", marks=pytest.mark.slow),
@@ -118,9 +121,13 @@ WORLDS = [
 def answers(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("kinds")
     shape, choice, device = request.param
+    if choice == "few":
+        nodes = [(j, n) for j, n in SOME if j in IN_NODES or (j, n) == (resumed, "sdp4bit")]
+        rest = [case for case in SOME if case not in nodes]
+        found: dict[str, Any] = run_world(4, jobs, str(folder), "2x2", nodes)
+        return Few(found | run_world(2, jobs, str(folder), "2x1", rest))
     if shape == "2x2":
-        found: dict[str, Any] = run_world(4, jobs, str(folder), choice == "few")
-        return Few(found) if choice == "few" else found
+        return cast(dict[str, Any], run_world(4, jobs, str(folder), shape, ALL))
     return ask(shape, choice, device, [(job.__name__, name) for job, name in ALL], folder)
 
 

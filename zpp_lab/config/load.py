@@ -111,10 +111,11 @@ def _misplaced(cls: type, values: Any, place: tuple[str, ...] = ()) -> Iterator[
         inner = [(str(i), value) for i, value in enumerate(values)]
     else:
         inner = []
-        hint = _hint(cls, list(place))
-        taken = get_args(hint) or (hint,)
-        if isinstance(values, bool) and bool not in taken and {int, float} & set(taken):
-            yield ".".join(place), values
+        if isinstance(values, bool):
+            hint = _hint(cls, list(place))
+            taken = get_args(hint) or (hint,)
+            if bool not in taken and {int, float} & set(taken):
+                yield ".".join(place), values
     for key, value in inner:
         yield from _misplaced(cls, value, (*place, key))
 
