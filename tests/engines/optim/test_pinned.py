@@ -76,6 +76,7 @@ def test_without_a_gpu_memory_is_plain_and_nothing_takes_none() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_copies_from_and_to_it() -> None:
     there = pinned.zeros((3, 2**20 + 1), torch.float32, pin=True)
     assert there.is_pinned()
