@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from zpp_lab.config.data import TASKS
 from zpp_lab.config.schema import Config
 from zpp_lab.data.chat import Findings
 from zpp_lab.data.prepare import open_tokenizer
@@ -44,16 +45,23 @@ _checked: dict[str, tuple[Prompts, Prompts]] = {}  # those checked last, until t
 
 
 def check_prompts(config: Config) -> None:
-    """Do `open_prompts`, and keep what it returns for the next call: it can take seconds."""
+    """Do `open_prompts`, and keep what it returns for the next call: it can take seconds. A study
+    checks all its runs; made tasks do not change between them."""
+    if config.data.name in TASKS and _key(config) in _checked:
+        return
     _checked.clear()
-    _checked[repr(config)] = _opened(config, Path())
+    _checked[_key(config)] = _opened(config, Path())
 
 
 def open_prompts(config: Config, folder: Path) -> tuple[Prompts, Prompts]:
     """Return the training and the held-out prompts; every `data.heldout_every`-th is held out, as
     in finetuning. folder: of the token files, which has a BPE. ValueError where there are none, or
     one leaves no room for `rl.max_new_tokens` in `data.seq_len`."""
-    return _checked.pop(repr(config), None) or _opened(config, folder)
+    return _checked.pop(_key(config), None) or _opened(config, folder)
+
+
+def _key(config: Config) -> str:
+    return repr((config.data, config.rl.max_new_tokens))
 
 
 def _opened(config: Config, folder: Path) -> tuple[Prompts, Prompts]:
