@@ -145,10 +145,12 @@ def _rl(config: Config) -> None:
     """ValueError for an unknown reward, and for prompts that cannot be used."""
     if config.task != "rl":
         return
-    from zpp_lab.train.rl.learned import check_learned
     from zpp_lab.train.rl.rewards import LEARNED, reward
 
-    check_learned(config)
+    if config.rl.learned:
+        from zpp_lab.train.rl.learned import check_learned  # imports torch
+
+        check_learned(config)
     for name in {*config.rl.rewards} - {LEARNED}:
         reward(name)
     if config.data.tokenizer != "bpe":  # which learns from its text first

@@ -48,7 +48,6 @@ from zpp_lab.train.memory.buffers import (
     moments,
 )
 from zpp_lab.train.memory.trace import TracedActivations
-from zpp_lab.train.rl.learned import held_bytes
 
 Acts = Activations | TracedActivations
 
@@ -73,6 +72,9 @@ def estimate(plan: Plan, config: Config, vocab: int) -> Estimate:
     items = [*holder.state(), *holder.wires(), *holder.compute(), *holder.constants()]
     if plan.rollouts:
         items.append(Item("rollout", holder.rollout(vocab)))
+    if config.rl.learned:
+        from zpp_lab.train.rl.learned import held_bytes  # with what reads checkpoints
+
         items.append(Item("reward model of rank 0", always(held_bytes(config))))
     return Estimate(tuple(i for i in items if i.most))
 

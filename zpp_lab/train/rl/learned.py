@@ -127,11 +127,9 @@ def check_tokenizer(config: Config, data: TokenData | PackedData) -> None:
 
 def held_bytes(config: Config) -> int:
     """Return what rank 0 holds while `rl.learned` scores: weights, and what a forward of the
-    built-in decoder takes; 0 without one."""
-    if not config.rl.learned:
-        return 0
+    built-in decoder takes."""
     check_learned(config)
-    path = Path(config.rl.learned)
+    path = Path(str(config.rl.learned))
     if not _is_run(path):
         stored = WeightFiles(path)
         return FP32 * sum(math.prod(stored.shape(name)) for name in stored.files)
