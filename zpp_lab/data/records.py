@@ -142,15 +142,17 @@ def pair_of(
 
 
 def _with_completion(record: Record, fields: RecordConfig, completion: Any) -> Record:
-    """Return a pair's record with one of its completions: a text after the prompt, or messages, to
-    which the prompt's belong."""
+    """Return a pair's record with one of its completions: a text after the prompt, or messages.
+    Messages that begin with an assistant's follow the prompt, others are the whole chat."""
+    rest = {name: value for name, value in record.items() if name != fields.messages}
     if not isinstance(completion, list):
-        return record | {fields.completion: completion}
-    rest = {name: value for name, value in record.items() if name != fields.prompt}
-    before = record.get(fields.prompt, [])
+        return rest | {fields.completion: completion}
+    before = rest.pop(fields.prompt, [])
     if isinstance(before, str):
         before = [{"role": "user", "content": before}]
-    return rest | {fields.messages: [*before, *completion]}
+    first = completion[0] if completion else None
+    follows = isinstance(first, dict) and first.get("role") == "assistant"
+    return rest | {fields.messages: [*before, *completion] if follows else completion}
 
 
 def _whole(line: bytes, place: str, found: Findings) -> Record:

@@ -153,14 +153,15 @@ def test_long_pairs_are_cut_at_the_left_or_dropped_together(tmp_path: Path) -> N
         opened(small(tmp_path, "refused", *own, "data.records.too_long=refuse"))
 
 
-@pytest.mark.parametrize("prompt", ["text", "messages", "none"])
+@pytest.mark.parametrize("prompt", ["text", "messages", "none", "twice"])
 def test_chats_of_a_pair_read_as_those_of_finetuning(tmp_path: Path, prompt: str) -> None:
     asked = {"role": "user", "content": "a"}
     good, bad = ([{"role": "assistant", "content": text}] for text in ("b", "c"))
-    given: Any = {"text": "a", "messages": [asked], "none": None}[prompt]
-    before = [asked] if prompt == "none" else []
+    given: Any = {"text": "a", "messages": [asked], "none": None, "twice": "a"}[prompt]
+    before = [asked] if prompt in ("none", "twice") else []
     pair = {"chosen": [*before, *good], "rejected": [*before, *bad]}
     pair |= {} if given is None else {"prompt": given}
+    pair |= {"messages": [asked, *good]} if prompt == "twice" else {}
     data = opened(small(tmp_path, "pairs", *pairs_file(tmp_path, [pair] * 2)))
     chats = [{"messages": [asked, *own]} for own in (good, bad)] * 2
     path = tmp_path / "chats.jsonl"
