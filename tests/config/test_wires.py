@@ -29,12 +29,13 @@ RULED = (
 
 def test_every_wire_has_a_row_and_the_number_that_its_noise_had() -> None:
     assert get_args(Wire) == tuple(WIRES)
-    assert [spec.number for spec in WIRES.values()] == [0, 1, 2, 3, 4, 8]
+    assert [spec.number for spec in WIRES.values()] == [0, 1, 2, 3, 4, 5, 6, 8, 12]
 
 
 def test_wires_with_codecs_have_settings() -> None:
     wanted = {*SHORTS, *(wire for wire, spec in WIRES.items() if spec.codecs != "none")}
-    for cls, missing in ((RecipeConfig, set()), (PhaseConfig, {"weights_rollout"})):
+    always = {"weights_rollout", "acts", "acts_forward", "acts_backward"}  # in every phase
+    for cls, missing in ((RecipeConfig, set()), (PhaseConfig, always)):
         found = {f.name for f in fields(cls) if "CodecConfig" in str(f.type)}
         assert found == wanted - missing
 
@@ -45,6 +46,7 @@ def test_what_needs_a_property_is_there_with_it() -> None:
         assert bool(spec.needs) == bool(spec.brought_by)
         for setting in spec.brought_by:
             words = [setting, *(["recipe.stage=2"] if "update" in setting else [])]
+            words += ["cluster.tp=2"] if "acts" in setting else []
             assert wire in compose(words).recipe.wires
 
 
@@ -61,7 +63,7 @@ def test_rules_for_every_wire_leave_names_and_digests_as_they_were() -> None:
 def test_a_wire_more_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recipes, plans, ledgers, noise, records and tags have it."""
     before = settings_digest(compose(["recipe=w4", *RULED, "train.steps=10"]))
-    row = WireSpec(12, "gradients", "reduce", "hop", tag="dummy")
+    row = WireSpec(99, "gradients", "reduce", "hop", tag="dummy")
     monkeypatch.setitem(WIRES, "dummy", row)  # type: ignore[misc]
     config = compose(["recipe=w4", *RULED, "train.steps=10"])
     assert settings_digest(config) == before
@@ -81,6 +83,9 @@ def test_a_wire_more_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
         - {
             "weights_update",
             "weights_rollout",
+            "acts_forward",
+            "acts_backward",
+            "tp_raw",
         }
     )
     assert recipe.codec("dummy", parameter).dtype == torch.float32  # type: ignore[arg-type, attr-defined]

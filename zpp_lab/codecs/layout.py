@@ -22,12 +22,15 @@ from zpp_lab.codecs.noise import parameter_id
 @dataclass(frozen=True)
 class Parameter:
     """A parameter of a unit: its full name, its whole shape, and over how many ranks it is sharded.
-    `dtype`: of integers, which travel as their own bytes on every wire; None: the wire's."""
+    `dtype`: of integers, which travel as their own bytes on every wire; None: the wire's. `part`:
+    which of `parts` tensor parts it is; of a parameter that all of them have whole, 0 of 1."""
 
     name: str
     shape: tuple[int, ...]
     world: int
     dtype: torch.dtype | None = None
+    parts: int = 1
+    part: int = 0
 
     @property
     def numel(self) -> int:
@@ -52,11 +55,12 @@ class Segment:
     nbytes: int
     coded_offset: int  # elements, in a row of sums in the rotated domain
     offset_numel: int  # elements, in a row of plain values
+    part: int = 0  # tensor part
 
     @cached_property
     def parameter(self) -> int:
         """The parameter's id for noise."""
-        return parameter_id(self.name)
+        return parameter_id(f"{self.name}@{self.part}" if self.part else self.name)
 
     @property
     def coded_numel(self) -> int:
@@ -70,12 +74,19 @@ class Layout:
     segments: tuple[Segment, ...]
 
     @classmethod
-    def build(cls, names: Sequence[str], numels: Sequence[int], codecs: Sequence[Codec]) -> Layout:
-        """Place segments one behind the other."""
+    def build(
+        cls,
+        names: Sequence[str],
+        numels: Sequence[int],
+        codecs: Sequence[Codec],
+        parts: Sequence[int] = (),
+    ) -> Layout:
+        """Place segments one behind the other. `parts`: their tensor parts; (): 0 each."""
         segments: list[Segment] = []
         offset = coded = plain = 0
-        for name, numel, codec in zip(names, numels, codecs, strict=True):
-            segment = Segment(name, numel, codec, offset, codec.nbytes(numel), coded, plain)
+        own = parts or (0,) * len(names)
+        for name, numel, codec, part in zip(names, numels, codecs, own, strict=True):
+            segment = Segment(name, numel, codec, offset, codec.nbytes(numel), coded, plain, part)
             segments.append(segment)
             offset, coded = offset + segment.nbytes, coded + segment.coded_numel
             plain += numel
@@ -123,4 +134,4 @@ class Layout:
         if len(kept) == len(self.segments):
             return self
         own, numels = [s.name for s in kept], [s.numel for s in kept]
-        return Layout.build(own, numels, [s.codec for s in kept])
+        return Layout.build(own, numels, [s.codec for s in kept], [s.part for s in kept])

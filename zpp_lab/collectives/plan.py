@@ -31,6 +31,7 @@ from typing import NamedTuple
 from zpp_lab.codecs import Codec, RawCodec, ShamCodec, build_codec
 from zpp_lab.codecs.kernels.memory import between
 from zpp_lab.codecs.layout import Layout, Parameter
+from zpp_lab.collectives.acts import PartsPlan
 from zpp_lab.collectives.context import Key, RowMemory
 from zpp_lab.collectives.recipe import Recipe, check_patterns
 from zpp_lab.collectives.traffic import (
@@ -119,6 +120,7 @@ class UnitPlan:
             [p.name for p, _ in chosen],
             [(replace(p, world=cut) if cut else p).shard_numel for p, _ in chosen],
             [codec for _, codec in chosen],
+            [p.part for p, _ in chosen],
         )
 
     def _codec(self, wire: Wire, parameter: Parameter) -> Codec:
@@ -295,6 +297,7 @@ class Plan:
     micro_steps: int = 1
     accumulate_last: bool = False
     rollouts: bool = False  # whether weights are gathered for generation too
+    parts: PartsPlan | None = None  # with tensor parts: units are those of each one's cell
 
     @classmethod
     def build(
@@ -306,6 +309,7 @@ class Plan:
         accumulate: str = "every",
         gather: str = "auto",
         rollouts: bool = False,
+        parts: PartsPlan | None = None,
     ) -> Plan:
         """ValueError where this model would get less than the recipe asks for: a pattern or a rule
         that matches none of its parameters, a wire that asks for bits and carries none."""
@@ -319,6 +323,7 @@ class Plan:
             micro_steps,
             last,
             rollouts,
+            parts,
         )
         plan._check()
         return plan
@@ -336,11 +341,20 @@ class Plan:
         ]
         return replace(self, units=tuple(units))
 
+    def cell(self, part: int) -> Plan:
+        """Return the plan of one tensor part's cell, without what parts exchange."""
+        units = []
+        for u in self.units:
+            own = [replace(p, part=part if p.parts > 1 else 0) for p in u.unit.parameters]
+            units.append(replace(u, unit=replace(u.unit, parameters=tuple(own))))
+        return replace(self, units=tuple(units), parts=None)
+
     def under(self, recipe: Recipe) -> Plan:
         """The same units under the recipe of another phase: as cut, and with as many micro-steps.
         ValueError as of `build`, and where nodes would have to remember other parameters."""
         units = tuple(replace(unit, recipe=recipe) for unit in self.units)
-        plan = replace(self, units=units, recipe=recipe)
+        parts = replace(self.parts, recipe=recipe) if self.parts else None
+        plan = replace(self, units=units, recipe=recipe, parts=parts)
         plan._check()
         if [u.remembered for u in units] != [u.remembered for u in self.units]:
             raise ValueError(
@@ -375,7 +389,12 @@ class Plan:
         """Bytes that all ranks together send in one step, in closed form; of a step that uses all
         there is, unless `use` says otherwise."""
         use = use or self.all_used()
-        return leg_bytes(leg for unit in self.units for leg in unit.legs(use))
+        sent = leg_bytes(leg for unit in self.units for leg in unit.legs(use))
+        if self.parts is None:
+            return sent
+        every = leg_bytes(Leg(*leg) for leg in self.parts.legs())
+        add_bytes(every, sent, self.parts.tp)
+        return every
 
     def rollout_bytes(self, passes: int | None) -> Bytes:
         """Bytes that all ranks together send for generation: with each unit gathered once (None),
@@ -390,7 +409,8 @@ class Plan:
     def made_bytes(self) -> Bytes:
         """Of `step_bytes` those that codecs made; no sham's."""
         units = tuple(replace(u, bits_only=True) for u in self.units)
-        return replace(self, units=units).step_bytes()
+        parts = replace(self.parts, bits_only=True) if self.parts else None
+        return replace(self, units=units, parts=parts).step_bytes()
 
     @cached_property
     def memories(self) -> dict[Key, RowMemory]:
@@ -438,7 +458,7 @@ def _check_bits(plan: Plan) -> None:
                 "parameter of this model has an error-feedback residual; exempt fewer, or leave "
                 "memory.kind out"
             )
-    for wire in recipe.config.wires:
+    for wire in (w for w in recipe.config.wires if WIRES[w].carries != "activations"):
         alike = [w for w in wires if WIRES[w].short == WIRES[wire].short]
         if wire not in wires and recipe.asks(wire) and not any(map(recipe.asks, alike)):
             raise ValueError(
@@ -466,7 +486,9 @@ def quantized_share(phases: Iterable[tuple[int, Plan]]) -> dict[Wire, float]:
     for steps, plan in phases:
         add_bytes(every, plan.step_bytes(), steps)
         add_bytes(made, plan.made_bytes(), steps)
-    return {wire: sum(made[wire]) / sum(sent) for wire, sent in every.items() if sum(sent)}
+    return {
+        wire: sum(made.get(wire, NOTHING)) / sum(sent) for wire, sent in every.items() if sum(sent)
+    }
 
 
 def bytes_per_step(phases: Sequence[tuple[int, Plan]]) -> int | float:

@@ -36,6 +36,7 @@ from zpp_lab.config.wires import (
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RAW = CodecConfig(codec="none")
+_IN_CELL = [wire for wire, spec in WIRES.items() if spec.carries != "activations"]
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,12 @@ class Recipe:
         return {wire: build_codec(self.wire(wire), self._raw_dtype(wire)) for wire in WIRES}
 
     def _raw_dtype(self, wire: Wire) -> torch.dtype:
-        return self.weights_dtype if WIRES[wire].dtype == "param" else self.grads_dtype
+        dtypes = {"param": self.weights_dtype, "reduce": self.grads_dtype, "fp32": torch.float32}
+        return dtypes[WIRES[wire].dtype]
+
+    def acts_codec(self, wire: Wire) -> Codec:
+        """Return the codec of activations on `wire`, on any cluster."""
+        return self._codecs[wire]
 
     def base_codec(self, parameter: Parameter) -> Codec:
         """The codec of `parameter` of a frozen base, on any cluster and on both weights' wires."""
@@ -241,8 +247,8 @@ def _matches(rule: RuleConfig, wire: Wire, parameter: Parameter) -> bool:
 
 
 def quantizes_any(recipe: Recipe) -> bool:
-    """Whether some parameter may travel other than as its own bytes on some wire."""
-    return any(_quantizes(recipe, wire) for wire in WIRES)
+    """Whether some parameter may travel other than as its own bytes on some wire of a cell."""
+    return any(_quantizes(recipe, wire) for wire in _IN_CELL)
 
 
 def _quantizes(recipe: Recipe, wire: Wire) -> bool:
@@ -285,7 +291,7 @@ def _check_reduction(recipe: Recipe) -> None:
             f"recipe {name}: {' and '.join(asked)} would carry nothing on a cluster of "
             f"{cluster.nodes} × {cluster.gpus_per_node}; change the cluster or set recipe.grads"
         )
-    if cluster.world == 1 and any(_quantizes(recipe, wire) for wire in WIRES):
+    if cluster.world == 1 and quantizes_any(recipe):
         raise ValueError(
             f"recipe {name}: a cluster of one rank has no wires to quantize; "
             "use recipe=zero3 or a larger cluster"

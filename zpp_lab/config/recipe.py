@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from zpp_lab.config.codec import STRICT as _STRICT
 from zpp_lab.config.codec import CodecConfig, ExemptConfig
 from zpp_lab.config.codec import need as _need
-from zpp_lab.config.wires import ROLLOUT, WIRES, Wire
+from zpp_lab.config.wires import ACTS_BACKWARD, ACTS_FORWARD, ROLLOUT, WIRES, Wire
 
 Part = Literal["none", "node", "world"]
 Parts = tuple[Part, Part, Part]  # of weights, gradients, optimizer
@@ -34,13 +34,15 @@ class RuleConfig:
     ndim: int | None = None
     min_numel: int = 0
     max_numel: int | None = None
-    wires: list[Wire] | None = None  # None: every one
+    wires: list[Wire] | None = None  # None: every one of weights and gradients
     exempt: bool = False
     set: CodecConfig = field(default_factory=CodecConfig)
 
     def holds_on(self, wire: Wire) -> bool:
         """Return whether the rule is for that wire."""
-        return self.wires is None or wire in self.wires
+        if self.wires is None:
+            return WIRES[wire].carries != "activations"
+        return wire in self.wires
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -106,9 +108,9 @@ class PhaseConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class RecipeConfig:
-    """Which codec each wire uses, for which parameters, and the sharding. `weights` and `grads` are
-    short-hands: each wire starts from its short-hand and changes what it sets itself. So are
-    `stage` and `shard`, for points of `sharding`. Phases change settings later."""
+    """Which codec each wire uses, for which parameters, and the sharding. `weights`, `grads` and
+    `acts` are short-hands: each wire starts from its short-hand and changes what it sets itself. So
+    are `stage` and `shard`, for points of `sharding`. Phases change settings later."""
 
     name: str = "zero3"
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
@@ -119,11 +121,14 @@ class RecipeConfig:
     order: Literal["rank", "reversed"] = "rank"
     weights: CodecConfig = field(default_factory=CodecConfig)
     grads: CodecConfig = field(default_factory=CodecConfig)
+    acts: CodecConfig = field(default_factory=CodecConfig)  # in every phase
     weights_forward: CodecConfig = field(default_factory=CodecConfig)
     weights_backward: CodecConfig = field(default_factory=CodecConfig)
     grads_intra: CodecConfig = field(default_factory=CodecConfig)
     grads_inter: CodecConfig = field(default_factory=CodecConfig)
     weights_update: CodecConfig = field(default_factory=CodecConfig)
+    acts_forward: CodecConfig = field(default_factory=CodecConfig)
+    acts_backward: CodecConfig = field(default_factory=CodecConfig)
     weights_rollout: CodecConfig = field(default_factory=CodecConfig)  # in every phase
     exempt: ExemptConfig = field(default_factory=ExemptConfig)
     rules: list[RuleConfig] = field(default_factory=list)
@@ -183,6 +188,12 @@ class RecipeConfig:
         """Whether weights for generation have settings of their own."""
         named = any(ROLLOUT in (rule.wires or ()) for rule in self.rules)
         return named or self.weights_rollout != CodecConfig()
+
+    @property
+    def acting(self) -> bool:
+        """Whether activations between tensor parts have settings."""
+        names = ("acts", ACTS_FORWARD, ACTS_BACKWARD)
+        return any(getattr(self, name) != CodecConfig() for name in names)
 
     @property
     def wires(self) -> tuple[Wire, ...]:
@@ -294,6 +305,13 @@ class RecipeConfig:
 
     def _check_codecs(self) -> None:
         rules = [r for r in self.rules if not r.exempt]
+        named = {wire for rule in self.rules for wire in rule.wires or ()}
+        for wire in named:
+            _need(
+                WIRES[wire].carries != "activations",
+                f"recipe {self.name}, recipe.rules: {wire} carries no parameters: set recipe.acts, "
+                f"recipe.{ACTS_FORWARD} or recipe.{ACTS_BACKWARD}",
+            )
         for wire in self.wires:
             own = self.wire(wire)
             ruled = [rule.set.over(own) for rule in rules if rule.holds_on(wire)]

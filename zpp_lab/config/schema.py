@@ -299,6 +299,11 @@ class Config:
             "run.memory=drop needs another run's state: leave it out, or set run.start_from or "
             "model.start_optimizer",
         )
+        _need(
+            not self.recipe.acting or self.cluster.tp > 1,
+            f"recipe {self.recipe.name}: recipe.acts has no wire, as cluster.tp=1 has no tensor "
+            "parts: set cluster.tp, or leave recipe.acts out",
+        )
         if self.task == "rl":
             self._check_rl()
         self._check_pairs()

@@ -17,17 +17,23 @@ Wire = Literal[
     "grads_intra",
     "grads_inter",
     "weights_update",
+    "acts_forward",
+    "acts_backward",
     "weights_rollout",
+    "tp_raw",
 ]
-Short = Literal["weights", "grads"]
-SHORTS: tuple[Short, ...] = ("weights", "grads")
+Short = Literal["weights", "grads", "acts"]
+SHORTS: tuple[Short, ...] = ("weights", "grads", "acts")
 
 FORWARD: Wire = "weights_forward"
 BACKWARD: Wire = "weights_backward"
 INTRA: Wire = "grads_intra"
 INTER: Wire = "grads_inter"
 UPDATE: Wire = "weights_update"
+ACTS_FORWARD: Wire = "acts_forward"
+ACTS_BACKWARD: Wire = "acts_backward"
 ROLLOUT: Wire = "weights_rollout"
+TP_RAW: Wire = "tp_raw"
 
 
 @dataclass(frozen=True)
@@ -35,19 +41,19 @@ class WireSpec:
     """What holds on one wire.
 
     number: of its rounding noise; bits depend on it, so it never changes. short: the setting of a
-    recipe from which the wire's own settings start. dtype: of raw transfers, train.param_dtype or
-    train.reduce_dtype. gather: every rank gets all rows; hop: each rank sums what it receives;
-    exchange: ranks of equal place swap rows. codecs: dense ones send every element, and
-    `differences` also sparse ones where the wire carries differences; with `none` a recipe has no
-    setting of the wire's name. tag: under which wandb shows its bits. needs: the property of
-    `RecipeConfig` without which the wire does not exist; "": every recipe has it. brought_by:
-    settings of which each alone may bring it.
+    recipe from which the wire's own settings start. dtype: of raw transfers, train.param_dtype,
+    train.reduce_dtype or fp32. gather: every rank gets all rows; hop: each rank sums what it
+    receives; exchange: ranks of equal place swap rows; parts: tensor parts gather and sum. codecs:
+    dense ones send every element, and `differences` also sparse ones where the wire carries
+    differences; with `none` a recipe has no setting of the wire's name. tag: under which wandb
+    shows its bits. needs: the property of `RecipeConfig` without which the wire does not exist;
+    "": every recipe has it. brought_by: settings of which each alone may bring it.
     """
 
     number: int
-    carries: Literal["weights", "gradients"]
-    dtype: Literal["param", "reduce"]
-    pattern: Literal["gather", "hop", "exchange"]
+    carries: Literal["weights", "gradients", "activations"]
+    dtype: Literal["param", "reduce", "fp32"]
+    pattern: Literal["gather", "hop", "exchange", "parts"]
     tag: str
     short: Short | None = None
     codecs: Literal["none", "dense", "differences", "all"] = "none"
@@ -76,6 +82,28 @@ WIRES: dict[Wire, WireSpec] = {  # least bits are those of ZeRO++ as published
         needs="kept",
         brought_by=("recipe.sharding.weights=node", "recipe.sharding.update=differences"),
     ),
+    ACTS_FORWARD: WireSpec(
+        5,
+        "activations",
+        "param",
+        "parts",
+        "acts",
+        "acts",
+        "dense",
+        needs="acting",
+        brought_by=("recipe.acts.bits=8", "recipe.acts_forward.bits=8"),
+    ),
+    ACTS_BACKWARD: WireSpec(
+        6,
+        "activations",
+        "param",
+        "parts",
+        "acts",
+        "acts",
+        "dense",
+        needs="acting",
+        brought_by=("recipe.acts.bits=8", "recipe.acts_backward.bits=8"),
+    ),
     ROLLOUT: WireSpec(  # on demand: for generation, before a step; no codec unless it is given one
         8,
         "weights",
@@ -86,6 +114,15 @@ WIRES: dict[Wire, WireSpec] = {  # least bits are those of ZeRO++ as published
         least_bits=8,
         needs="rolls",
         brought_by=("recipe.weights_rollout.bits=4",),
+    ),
+    TP_RAW: WireSpec(  # the loss over a vocabulary in parts, sums of gradients that parts share
+        12,
+        "activations",
+        "fp32",
+        "parts",
+        "acts",
+        needs="acting",
+        brought_by=("recipe.acts.bits=8",),
     ),
 }
 GATHERS: tuple[Wire, ...] = tuple(  # of every step

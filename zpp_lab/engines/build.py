@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
@@ -11,15 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from zpp_lab.collectives.acts import PartsPlan
 from zpp_lab.collectives.plan import Plan, Unit
 from zpp_lab.collectives.recipe import DTYPES, Recipe
 from zpp_lab.config.load import load
 from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import ClusterConfig, Config, EngineConfig, RecipeConfig
 from zpp_lab.data.tokenizer import open_outside
 from zpp_lab.engines.base import Engine
 from zpp_lab.engines.units import cut_units, named_units
 from zpp_lab.models import build_model
+from zpp_lab.models.cut import build_parts
 from zpp_lab.models.lora import frozen_base
 
 
@@ -72,13 +76,25 @@ def build_engine(config: Config, vocab_size: int, device: torch.device) -> Engin
 
 
 def check_axes(config: Config) -> None:
-    """ValueError for tensor parts and stages, which no engine and no plan has yet."""
-    for name in ("tp", "pp"):
-        if (size := getattr(config.cluster, name)) > 1:
-            raise ValueError(
-                f"cluster.{name}={size}: models are not cut into parts or stages yet: use "
-                f"cluster.{name}=1"
-            )
+    """ValueError, naming the setting, for what stages and tensor parts do not have yet."""
+    cluster, engine, train = config.cluster, config.engine, config.train
+    if cluster.pp > 1:
+        raise ValueError(f"cluster.pp={cluster.pp}: models are not cut into stages yet: use 1")
+    if cluster.tp == 1:
+        return
+    length = config.data.seq_len
+    for ok, what in (
+        (engine.name == "virtual", f"engine={engine.name}: use engine=virtual"),
+        (config.task == "text", f"task={config.task}: use task=text"),
+        (not engine.compile, "engine.compile=true: use false"),
+        (not Residence.of(config).masters, "master weights in host memory: leave it out"),
+        (train.optimizer_state != "8bit", "train.optimizer_state=8bit: use fp32 or bf16"),
+        (not config.recipe.remembers, "memory.kind=residual: leave it out"),
+        (train.param_dtype != "fp16", "train.param_dtype=fp16: use bf16"),
+        (length % cluster.tp == 0, f"data.seq_len={length}: use a multiple of it"),
+    ):
+        if not ok:
+            raise ValueError(f"cluster.tp={cluster.tp} is not built for {what}")
 
 
 def check_engine(config: Config) -> None:
@@ -94,6 +110,10 @@ def check_engine(config: Config) -> None:
 
 
 def _model(config: Config, vocab_size: int, device: str) -> Any:
+    if config.cluster.tp > 1:
+        parts = build_parts(config.model, vocab_size, config.cluster.tp, device, config.seed)
+        parts[0].join(parts, None)
+        return parts[0]
     model = build_model(config.model, vocab_size, device=device, seed=config.seed)
     if config.engine.compile:
         from zpp_lab.engines.compile import compile_units  # loads the compiler
@@ -107,14 +127,34 @@ def build_plan(model: nn.Module, config: Config, rollouts: bool = False) -> Plan
     generation too."""
     check_axes(config)
     train, recipe = config.train, Recipe.of(config)
+    units = units_of(model, recipe.shards, config.engine.blocks_per_unit)
+    tokens = train.batch_size * config.data.seq_len
     return Plan.build(
-        units_of(model, recipe.shards, config.engine.blocks_per_unit),
+        units,
         recipe,
         micro_steps=train.micro_steps,
         accumulate=train.accumulate,
         gather=config.engine.gather,
         rollouts=rollouts or config.task == "rl",
+        parts=parts_plan(units, recipe, config.cluster.tp, config.model, tokens, train.micro_steps),
     )
+
+
+def parts_plan(
+    units: Iterable[Unit],
+    recipe: Recipe,
+    tp: int,
+    model: ModelConfig,
+    tokens: int,
+    micro_steps: int,
+) -> PartsPlan | None:
+    """Return what `tp` tensor parts of these units exchange with `tokens` a micro-batch; None of
+    one."""
+    if tp == 1:
+        return None
+    every = [p for unit in units for p in unit.parameters]
+    shared = sum(p.shard_numel for p in every if p.parts == 1)
+    return PartsPlan(recipe, tp, tokens, model.dim, model.layers, shared, micro_steps)
 
 
 def units_of(model: nn.Module, shards: int, blocks_per_unit: int) -> list[Unit]:
@@ -144,6 +184,7 @@ def plan_of(config: Config) -> Plan:
         config.engine.blocks_per_unit,
         *settings,
         config.task == "rl",
+        train.batch_size * config.data.seq_len if config.cluster.tp > 1 else 0,
     )
 
 
@@ -165,22 +206,28 @@ def _plan(
     micro_steps: int,
     accumulate: str,
     rollouts: bool,
+    tokens: int,
 ) -> Plan:
-    """Groups of a config as JSON, which can be compared."""
+    """Groups of a config as JSON, which can be compared. tokens: of a micro-batch, where tensor
+    parts exchange them."""
+    ranks, settings = load(ClusterConfig, json.loads(cluster)), load(ModelConfig, json.loads(model))
     made = Recipe(
         load(RecipeConfig, json.loads(recipe)),
-        load(ClusterConfig, json.loads(cluster)),
+        ranks.dp,
         DTYPES[param_dtype],
         DTYPES[reduce_dtype],
-        load(ModelConfig, json.loads(model)).lora,
+        settings.lora,
     )
-    units = _units(model, vocab, made.shards, blocks_per_unit)
+    units = _units(model, vocab, made.shards, blocks_per_unit, ranks.tp)
     how: Any = {"micro_steps": micro_steps, "accumulate": accumulate, "rollouts": rollouts}
+    how["parts"] = parts_plan(units, made, ranks.tp, settings, tokens, micro_steps)
     return Plan.build(units, made, **how, gather=gather)
 
 
 @lru_cache(maxsize=64)
-def _units(model: str, vocab: int, shards: int, blocks_per_unit: int) -> tuple[Unit, ...]:
-    """`model`: a ModelConfig as JSON."""
+def _units(model: str, vocab: int, shards: int, blocks_per_unit: int, tp: int) -> tuple[Unit, ...]:
+    """`model`: a ModelConfig as JSON; with several tensor parts those of one."""
     settings = load(ModelConfig, json.loads(model))
+    if tp > 1:
+        return tuple(units_of(build_parts(settings, vocab, tp, "meta")[0], shards, blocks_per_unit))
     return tuple(units_of(build_model(settings, vocab, "meta"), shards, blocks_per_unit))

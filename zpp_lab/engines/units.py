@@ -6,7 +6,7 @@ bytes need not import FSDP2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import nn
@@ -49,6 +49,7 @@ def cut_units(
     units = list(units)
     _check_shared(model, units)
     left = dict(model.named_parameters())
+    parts: Callable[[str], int] = getattr(model, "parts_of", lambda name: 1)
     cut: list[Unit] = []
     for blocks in units:
         own: dict[str, nn.Parameter] = {}
@@ -60,9 +61,9 @@ def cut_units(
                     "to blocks that do not overlap"
                 )
             own |= found
-        cut.append(_unit(unit_name(blocks), own, world, stored, True, len(blocks)))
+        cut.append(_unit(unit_name(blocks), own, world, stored, True, len(blocks), parts))
     if left:
-        cut.append(_unit(ROOT, left, world, stored, False, 0))
+        cut.append(_unit(ROOT, left, world, stored, False, 0, parts))
     return cut
 
 
@@ -73,11 +74,18 @@ def _unit(
     stored: Set[str],
     reshard: bool,
     blocks: int,
+    parts: Callable[[str], int],
 ) -> Unit:
     check_dtypes(name, own)
     parameters = tuple(
         # of a parameter that others have cut already, this rank's part is ours to cut
-        Parameter(n, tuple(local(p).shape), world, None if p.is_floating_point() else p.dtype)
+        Parameter(
+            n,
+            tuple(local(p).shape),
+            world,
+            None if p.is_floating_point() else p.dtype,
+            parts=parts(n),
+        )
         for n, p in own.items()
     )
     trainable = frozenset(n for n, p in own.items() if p.requires_grad)

@@ -21,10 +21,13 @@ from zpp_lab.models.params import param_class
 
 @dataclass(frozen=True)
 class Watch:
-    """`errors` collects telemetry; `check` raises NonFiniteError at the first bad value."""
+    """`errors` collects telemetry; `check` raises NonFiniteError at the first bad value. Ranks are
+    those of the cell of tensor part `part` of `parts`."""
 
     errors: ErrorSums | None = None
     check: bool = False
+    parts: int = 1
+    part: int = 0
 
     def gradient(self, step: int, rank: int, name: str, grad: Tensor) -> None:
         """A rank's gradient before any wire."""
@@ -72,7 +75,8 @@ class Watch:
             every = fold_sum(torch.stack(own, dim=-1))  # [segments, 9]
             for i in _coded(layout):
                 name = layout.segments[i].name
-                self.errors.add(Column(wire, param_class(name), name, micro), rank, every[i])
+                process = rank * self.parts + self.part
+                self.errors.add(Column(wire, param_class(name), name, micro), process, every[i])
 
     def encoded_again(
         self,

@@ -15,7 +15,7 @@ import torch
 
 from zpp_lab.config.model import LoraConfig, ModelConfig
 from zpp_lab.models.init import initial_value
-from zpp_lab.models.llama import Llama
+from zpp_lab.models.llama import Llama, rows_of_vocabulary
 from zpp_lab.models.lora import add_adapters
 from zpp_lab.models.params import PARAM_CLASSES, ParamClass, param_class
 from zpp_lab.models.start import fill, materialize, whole
@@ -51,10 +51,5 @@ def _plain(cfg: ModelConfig, vocab_size: int) -> Any:
         from zpp_lab.models.hf import build_hf
 
         return build_hf(cfg, vocab_size)
-    if 0 < cfg.vocab_size < vocab_size:
-        raise ValueError(
-            f"model.vocab_size={cfg.vocab_size} is smaller than the tokenizer's {vocab_size}: "
-            "raise it, set 0 to take the tokenizer's, or take a smaller tokenizer"
-        )
     with torch.device("meta"):
-        return Llama(cfg, cfg.vocab_size or vocab_size)
+        return Llama(cfg, rows_of_vocabulary(cfg, vocab_size))

@@ -283,6 +283,16 @@ class Embedding(nn.Embedding):
             super().reset_parameters()
 
 
+def rows_of_vocabulary(cfg: ModelConfig, vocab_size: int) -> int:
+    """Return the model's own, of at least the tokenizer's `vocab_size`; ValueError for fewer."""
+    if 0 < cfg.vocab_size < vocab_size:
+        raise ValueError(
+            f"model.vocab_size={cfg.vocab_size} is smaller than the tokenizer's {vocab_size}: "
+            "raise it, set 0 to take the tokenizer's, or take a smaller tokenizer"
+        )
+    return cfg.vocab_size or vocab_size
+
+
 class Llama(nn.Module):
     """A decoder-only language model. `units()` are its blocks; the rest is the root unit."""
 

@@ -58,8 +58,8 @@ def block_work(unit: UnitPlan, config: Config) -> Work:
     """Count the FLOPs of a unit of decoder blocks. Frozen weights have no gradients."""
     tokens = config.train.batch_size * config.data.seq_len
     matrices = [p for p in unit.unit.parameters if len(p.shape) > 1]
-    every = sum(p.numel for p in matrices)
-    trained = sum(p.numel for p in matrices if p.name in unit.unit.trainable)
+    every = sum(p.parts * p.numel for p in matrices)
+    trained = sum(p.parts * p.numel for p in matrices if p.name in unit.unit.trainable)
     attention = 2 * config.data.seq_len * config.model.dim * tokens * unit.unit.blocks
     forward = 2.0 * every * tokens + attention
     backward = 2.0 * (every + trained) * tokens + 2 * attention

@@ -232,7 +232,7 @@ class Trainer:
         if self.config.run.until is None:
             return 0.0
         units = [u.unit for u in engine.plan.units]
-        numel = sum(p.numel for u in units for p in u.parameters if p.name in u.trainable)
+        numel = sum(p.parts * p.numel for u in units for p in u.parameters if p.name in u.trainable)
         own = numel // engine.plan.recipe.shards if self.config.engine.name == "fsdp" else numel
         return max(self.checkpoints.took, writing_seconds(own, self.train.optimizer_state))
 
@@ -345,7 +345,9 @@ class Trainer:
             },
             "peak_memory_bytes": self._peak_memory(),
             "mfu": self.meter.facts(),
-            "model_parameters": sum(p.numel for u in plan.units for p in u.unit.parameters),
+            "model_parameters": sum(
+                p.parts * p.numel for u in plan.units for p in u.unit.parameters
+            ),
             "cluster": config.cluster.stored,
             "machine": machine_facts(),
             "commit": self.commit,

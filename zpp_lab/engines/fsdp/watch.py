@@ -67,7 +67,7 @@ class RankWatch:
 
     def _moment(self, wire: Wire) -> int:
         """Every micro-step gathers the same."""
-        return self.micro if WIRES[wire].pattern == "hop" else 0
+        return self.micro if WIRES[wire].pattern in ("hop", "parts") else 0
 
     def weights(self, wire: Wire, layout: Layout, shards: Sequence[Tensor], row: Tensor) -> None:
         if self.micro == 0:

@@ -16,7 +16,7 @@ from zpp_lab.codecs import Noise, kernels
 from zpp_lab.codecs.planes import joined, settle
 from zpp_lab.collectives.context import Memories
 from zpp_lab.collectives.ledger import Ledger
-from zpp_lab.collectives.plan import PassUse, Plan, StepUse, plans_by_step
+from zpp_lab.collectives.plan import PassUse, Plan, StepUse
 from zpp_lab.collectives.recipe import DTYPES
 from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config
@@ -33,15 +33,19 @@ from zpp_lab.engines.optim.build import (
 from zpp_lab.engines.virtual.passes import Grads
 from zpp_lab.engines.virtual.reduction import Reduction, together
 from zpp_lab.engines.watch import Watch
+from zpp_lab.models.cut import merged, part_of
 
 
 class Cell:
-    """Gathers, reduces and updates `weights` (fp32, on their device) as `plan` says. They become
-    the gathered weights in `param_dtype`; the fp32 master weights are separate."""
+    """Gathers, reduces and updates `weights` (fp32, on their device) as `plans` say, by the steps
+    done when each begins. They become the gathered weights in `param_dtype`; the fp32 master
+    weights are separate."""
 
-    def __init__(self, weights: Mapping[str, nn.Parameter], plan: Plan, config: Config) -> None:
-        self.weights, self.plan, self.config = dict(weights), plan, config
-        self.plans = plans_by_step(plan, config)
+    def __init__(
+        self, weights: Mapping[str, nn.Parameter], plans: Mapping[int, Plan], config: Config
+    ) -> None:
+        self.weights, self.plans, self.config = dict(weights), plans, config
+        plan = self.plan = plans[0]
         self.cluster = plan.recipe.cluster
         self.ledger = Ledger()
         self.device = next(iter(self.weights.values())).device
@@ -271,3 +275,28 @@ class Cell:
             for name, value in self._remembered().items():
                 if name in kept:  # another recipe's state may lack it: then the master, rounded
                     value.copy_(kept[name])
+
+
+def merged_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join the states of all tensor parts' cells into the whole model's."""
+    first = states[0]
+    optimizer = {
+        key: {name: merged(name, [s["optimizer"][key][name] for s in states]) for name in named}
+        for key, named in first["optimizer"].items()
+    }
+    found: dict[str, Any] = {"weights": {}, "optimizer": optimizer}
+    for kind in ("weights", "kept"):
+        if kind in first:
+            found[kind] = {n: merged(n, [s[kind][n] for s in states]) for n in first[kind]}
+    return found
+
+
+def part_state(state: dict[str, Any], tp: int, part: int) -> dict[str, Any]:
+    """Return a tensor part's share of the whole model's state."""
+
+    def own(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: part_of(name, value, tp, part) for name, value in named.items()}
+
+    optimizer = {key: own(named) for key, named in state["optimizer"].items()}
+    kept = {"kept": own(state["kept"])} if "kept" in state else {}
+    return {"weights": own(state["weights"]), "optimizer": optimizer, **kept}

@@ -15,58 +15,88 @@ of the forward's after it, as a second gather would bring them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zpp_lab.codecs.errors import ErrorSums, Telemetry, telemetry
+from zpp_lab.codecs.layout import Layout
 from zpp_lab.codecs.numerics import clip_factor, fold_sum, total_norm
-from zpp_lab.collectives.plan import Bytes, PassUse, Plan, add_bytes
+from zpp_lab.collectives.acts import FP32, EncodeObserver, Parts
+from zpp_lab.collectives.context import Clock
+from zpp_lab.collectives.ledger import Ledger
+from zpp_lab.collectives.plan import Bytes, Leg, PassUse, Plan, add_bytes, leg_bytes, plans_by_step
 from zpp_lab.collectives.recipe import DTYPES
 from zpp_lab.config.schema import Config
-from zpp_lab.config.wires import BACKWARD, FORWARD, ROLLOUT
+from zpp_lab.config.wires import BACKWARD, FORWARD, ROLLOUT, TP_RAW, Wire
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
 from zpp_lab.engines.fsdp.prefetch import Usage
 from zpp_lab.engines.rollout import Policy, check_mark, eager
 from zpp_lab.engines.units import named_units, with_root
-from zpp_lab.engines.virtual.cell import Cell
+from zpp_lab.engines.virtual.cell import Cell, merged_state, part_state
 from zpp_lab.engines.virtual.passes import Grads, Passes
 from zpp_lab.engines.watch import Watch, gathered_in_vain
+from zpp_lab.models.cut import PartLlama, cut_dim
 from zpp_lab.models.loss import token_scores
 from zpp_lab.models.objective import objective
 
 
 class VirtualEngine(Engine):
-    """Trains `model` (fp32, on its device) as `plan` says: one copy of it, all of it in one
-    `cell`."""
+    """Trains `model` (fp32, on its device) as `plan` says: one copy of it, a cell for each of its
+    tensor parts (`models/cut.py`), or one for all of it."""
 
     def __init__(self, model: nn.Module, plan: Plan, config: Config) -> None:
         self.model, self.config, self.seed = model, config, config.seed
         self.built: dict[str, float] = {}
         self.reduce_dtype = DTYPES[config.train.reduce_dtype]
-        self.cell = Cell(dict(model.named_parameters()), plan, config)
-        self.cluster, self.device, self.plans = self.cell.cluster, self.cell.device, self.cell.plans
+        self.plans, self.phase = plans_by_step(plan, config), 0
+        self.clock, self.ledger = Clock(config.seed), Ledger()
+        self.parts: Parts | None = None  # what tensor parts exchange
+        if isinstance(model, PartLlama):
+            assert plan.parts is not None
+            self.parts = Parts(plan.parts, self.clock, self.ledger)
+            model.join(model.lanes, self.parts)
+            self.cells = [
+                Cell(
+                    dict(lane.named_parameters()),
+                    {first: each.cell(t) for first, each in self.plans.items()},
+                    config,
+                )
+                for t, lane in enumerate(model.lanes)
+            ]
+        else:
+            self.cells = [Cell(dict(model.named_parameters()), self.plans, config)]
+        self.cell = self.cells[0]
+        self.cluster, self.device = self.cell.cluster, self.cell.device
         self.usage = Usage(with_root(model, named_units(model, config.engine.blocks_per_unit)))
         self.used: dict[int, PassUse] = {}  # the last step's micro-steps, the same on all ranks
         self.reduced: list[frozenset[str]] = []  # who had a gradient in its reductions
         self.rolled: Bytes = {}  # of rollouts since the last step
+        whole = [n for n in self.cell.weights if cut_dim(n) is None] if self.parts else []
+        self.shared = frozenset(whole)  # parameters that all tensor parts have
         self._make_passes()
 
     @property
     def plan(self) -> Plan:  # type: ignore[override]
-        return self.cell.plan
+        return self.plans[self.phase]
 
     def enter(self, done: int) -> None:
-        if self.cell.enter(done):
+        self.phase = max(first for first in self.plans if first <= done)
+        if self.parts is not None and self.plan.parts is not None:
+            self.parts.plan = self.plan.parts
+        moved = [cell.enter(done) for cell in self.cells]
+        if any(moved):
             self._make_passes()
 
     def _make_passes(self) -> None:
         # backward's own weights take the place of the forward's, so no two passes may overlap
         lanes = 1 if self.cell.own else self.config.engine.lanes
-        self.passes = Passes(self._backward, self.cell.weights, self.config.engine, lanes)
+        weights = {_key(n, t): p for t, c in enumerate(self.cells) for n, p in c.weights.items()}
+        self.passes = Passes(self._backward, weights, self.config.engine, lanes)
 
     # ------------------------------------------------------------------ one step
 
@@ -79,51 +109,82 @@ class VirtualEngine(Engine):
         ahead: Batches | None = None,
     ) -> StepResult:
         self.enter(step)
-        cell = self.cell
-        cell.ledger.start_step()
-        cell.start(step)
-        watch = Watch(ErrorSums() if telemetry else None)
-        losses, grads = self._gradients(step, batches, watch)
-        norm = total_norm(cell.squares(grads))
+        self.ledger.start_step()
+        for cell in self.cells:
+            cell.ledger.start_step()
+            cell.start(step)
+        errors = ErrorSums() if telemetry else None
+        watches = self._watches(errors)
+        losses, grads = self._gradients(step, batches, watches)
+        norm = total_norm(self._squares(grads))
         if not bool(torch.isfinite(norm)):
             self._explain(step, batches)
-        cell.check_bytes(self._passes(), self.reduced)
-        for wire, traffic in self.rolled.items():
-            cell.ledger.add(wire, traffic)
-        self.rolled = {}
-        cell.memories.commit()
+        sent = self._sent()
+        every = [grad for own in grads for grad in own.values()]
         if self.config.train.clip:
-            torch._foreach_mul_(list(grads.values()), clip_factor(norm, self.config.train.clip))
-        cell.update(grads, lr, step)
-        if self.plan.recipe.kept:
-            cell.keep(step + 1, watch)
+            torch._foreach_mul_(every, clip_factor(norm, self.config.train.clip))
+        for cell, own, watch in zip(self.cells, grads, watches, strict=True):
+            cell.memories.commit()
+            cell.update(own, lr, step)
+            if self.plan.recipe.kept:
+                cell.keep(step + 1, watch)
         loss = fold_sum(losses.flatten()) / losses.numel()
-        errors = self._telemetry(watch.errors) if watch.errors else None
+        found = self._telemetry(errors) if errors is not None else None
         self.enter(step + 1)
-        return StepResult(float(loss), float(norm), dict(cell.ledger.step), errors)
+        return StepResult(float(loss), float(norm), sent, found)
+
+    def _watches(self, errors: ErrorSums | None = None, check: bool = False) -> list[Watch]:
+        """Make what looks at each cell's wires."""
+        return [Watch(errors, check, len(self.cells), t) for t in range(len(self.cells))]
+
+    def _squares(self, grads: Sequence[Grads]) -> Tensor:
+        """Return the sum of squares of every process, in rank order: fp64. Parameters that all
+        parts have count for the first."""
+        found: list[Tensor] = []
+        for cell, own in zip(self.cells, grads, strict=True):
+            shared = self.shared if found else frozenset()
+            found.append(cell.squares({n: g for n, g in own.items() if n not in shared}))
+        return torch.stack(found, 1).flatten()
+
+    def _sent(self) -> Bytes:
+        """Compare the step's bytes with the plan; returns those of all ranks."""
+        for cell in self.cells:
+            cell.check_bytes(self._passes(), self.reduced)
+        if self.parts is not None:
+            planned = leg_bytes(Leg(*leg) for leg in self.parts.plan.legs())
+            self.ledger.check(planned)
+        sent = dict(self.ledger.step)
+        for own in (*(cell.ledger.step for cell in self.cells), self.rolled):
+            add_bytes(sent, own)
+        self.rolled = {}
+        return sent
 
     def _telemetry(self, errors: ErrorSums) -> Telemetry:
         errors.drop(gathered_in_vain(self.plan, self._passes()))
         return telemetry(*errors.by_rank())
 
-    def _gradients(self, step: int, batches: Batches, watch: Watch) -> tuple[Tensor, Grads]:
-        """Return losses, fp64 [micro-steps, W], and the mean gradient, fp32 and whole."""
-        cell = self.cell
-        cell.memories.start(step)
-        cell.gather(step, FORWARD, cell.weights, watch)
-        cell.gather(step, BACKWARD, cell.backward, watch)
-        for name, value in cell.forward.items():  # where backward's differ
-            value.copy_(cell.weights[name].detach())
+    def _gradients(
+        self, step: int, batches: Batches, watches: Sequence[Watch]
+    ) -> tuple[Tensor, list[Grads]]:
+        """Return losses, fp64 [micro-steps, W], and each cell's mean gradient, fp32 and whole."""
+        for cell, watch in zip(self.cells, watches, strict=True):
+            cell.memories.start(step)
+            cell.gather(step, FORWARD, cell.weights, watch)
+            cell.gather(step, BACKWARD, cell.backward, watch)
+            for name, value in cell.forward.items():  # where backward's differ
+                value.copy_(cell.weights[name].detach())
+        self.clock.step = step
         shape = (self.plan.micro_steps, self.cluster.world)
         losses = torch.zeros(shape, dtype=torch.float64, device=self.device)
-        total: Grads = {}
+        total: list[Grads] = [{} for _ in self.cells]
         self.used, self.reduced = {}, []
         for turns in self._reductions():
             waits = self.plan.gradients_wait
             times = 1 if waits else len(turns) // self.cluster.world
-            for reduction in cell.reductions:
-                reduction.start((self.seed, step), times, watch)
-            passes = self.passes.each(batches(*turn) for turn in turns)
+            for cell, watch in zip(self.cells, watches, strict=True):
+                for reduction in cell.reductions:
+                    reduction.start((self.seed, step), times, watch)
+            passes = self._each(turns, batches, watches)
             local: Grads = {}
             for (rank, micro), (loss, grads, use) in zip(turns, passes, strict=True):
                 losses[micro, rank] = loss
@@ -134,16 +195,56 @@ class VirtualEngine(Engine):
                     )
                 if waits:
                     use.check_once()
-                for name, grad in grads.items() if watch.check else ():
-                    watch.gradient(step, rank, name, grad)
+                for name, grad in grads.items() if watches[0].check else ():
+                    watches[0].gradient(step, rank, name, grad)
                 local = self._accumulate(local, grads) if waits else grads
                 if not waits or micro == self.plan.micro_steps - 1:
-                    for reduction in cell.reductions:
-                        reduction.add(rank, micro, local)
-                    present, local = frozenset(local), {}
+                    for t, cell in enumerate(self.cells):
+                        own = self._own(local, t)
+                        for reduction in cell.reductions:
+                            reduction.add(rank, micro, own)
+                    present, local = frozenset(self._own(local, 0)), {}
             self.reduced += [present] * times
-            cell.mean(total, self.reduce_dtype)
+            for cell, own in zip(self.cells, total, strict=True):
+                cell.mean(own, self.reduce_dtype)
+        if self.parts is not None:
+            self._add_shared(total)
         return losses, total
+
+    def _each(
+        self, turns: Sequence[tuple[int, int]], batches: Batches, watches: Sequence[Watch]
+    ) -> Iterator[tuple[Tensor, Grads, PassUse]]:
+        """Yield each turn's pass. Tensor parts exchange, so noise depends on whose turn it is."""
+        if self.parts is None:
+            yield from self.passes.each(batches(*turn) for turn in turns)
+            return
+        for self.parts.rank, self.clock.micro in turns:
+            self.parts.observe = self._observers(watches, self.parts.rank, self.clock.micro)
+            batch = batches(self.parts.rank, self.clock.micro)
+            yield self.passes.eager(tuple(t.to(self.device) for t in batch))
+
+    def _observers(
+        self, watches: Sequence[Watch], rank: int, micro: int
+    ) -> Callable[[int], EncodeObserver]:
+        return lambda part: _Lane(watches[part], rank, micro)
+
+    def _own(self, grads: Grads, part: int) -> Grads:
+        """Return the gradients of a part's cell by name."""
+        if self.parts is None:
+            return grads
+        own = {name: _key(name, part) for name in self.cells[part].weights}
+        return {name: grads[key] for name, key in own.items() if key in grads}
+
+    def _add_shared(self, grads: list[Grads]) -> None:
+        """Sum gradients of parameters that all parts have, each of its slice of the tokens. Real
+        ranks do so with their shards."""
+        assert self.parts is not None
+        for name in sorted(self.shared & grads[0].keys()):
+            sums = self.parts.total([own[name] for own in grads])
+            for own in grads:
+                own[name] = sums.clone()
+        each = self.parts.plan.shared * FP32
+        self.ledger.add(TP_RAW, self.parts.plan.traffic(each))
 
     def _reductions(self) -> list[list[tuple[int, int]]]:
         """Return each reduction's turns: ranks with their micro-steps, in the order of sums."""
@@ -161,9 +262,11 @@ class VirtualEngine(Engine):
         """Run one rank's forward and backward: a `Pass` of passes.py."""
         self.usage.start()
         loss = objective(self.model, batch, self.config.rl)
-        self.cell.load_weights(self.cell.backward)  # those that backward gathers, where they differ
+        for cell in self.cells:
+            cell.load_weights(cell.backward)  # those that backward gathers, where they differ
         (loss / self.plan.micro_steps).backward()
-        self.cell.load_weights(self.cell.forward)
+        for cell in self.cells:
+            cell.load_weights(cell.forward)
         return loss.detach(), self.usage.taken()
 
     def _accumulate(self, local: Grads, grads: Grads) -> Grads:
@@ -181,7 +284,7 @@ class VirtualEngine(Engine):
 
     def _explain(self, step: int, batches: Batches) -> None:
         """Repeat the step, a pure function of the state, and check every value."""
-        self._gradients(step, batches, Watch(check=True))
+        self._gradients(step, batches, self._watches(check=True))
         raise NonFiniteError(step, "the gradient norm overflowed although every gradient is finite")
 
     # ------------------------------------------------------------------ the rest
@@ -213,19 +316,47 @@ class VirtualEngine(Engine):
     @torch.no_grad()
     def token_scores(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
         self.enter(step)
-        if wire:
-            self.cell.start(step)
-            self.cell.gather(step, FORWARD, self.cell.weights)
-        else:
-            self.cell.load_masters()
+        for cell in self.cells:
+            if wire:
+                cell.start(step)
+                cell.gather(step, FORWARD, cell.weights)
+            else:
+                cell.load_masters()
         self.model.eval()
         pairs = ((b[0].to(self.device), b[1].to(self.device)) for b in batches)
-        scores = [token_scores(self.model, x, y) for x, y in pairs]
+        with self.parts.uncounted() if self.parts is not None else nullcontext():
+            scores = [token_scores(self.model, x, y) for x, y in pairs]
         self.model.train()
         return torch.cat(scores, 1).cpu()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.cell.state()
+        """Return the whole model's state, whatever its parts."""
+        states = [cell.state() for cell in self.cells]
+        return merged_state(states) if self.parts is not None else states[0]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.cell.load(state)
+        for part, cell in enumerate(self.cells):
+            own = state if self.parts is None else part_state(state, len(self.cells), part)
+            cell.load(own)
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """Observes what one tensor part of a reader encodes."""
+
+    watch: Watch
+    rank: int
+    micro: int
+
+    def room(self, wire: Wire, layout: Layout, payload: Tensor) -> Tensor | None:
+        return self.watch.room(layout, payload)
+
+    def encoded(self, wire: Wire, layout: Layout, errors: Tensor | None) -> None:
+        if errors is not None:
+            ranks = [self.rank] * len(errors)
+            self.watch.encoded(wire, self.micro, ranks, layout, errors)
+
+
+def _key(name: str, part: int) -> str:
+    """Name a tensor part's parameter among those of all parts."""
+    return f"{name}@{part}" if part else name

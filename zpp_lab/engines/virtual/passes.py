@@ -46,13 +46,14 @@ class Passes:
         """Yield loss, gradients by name and units of each batch, in turn. Tensors may be
         overwritten when the next one is asked for. Parameters without a gradient are left out."""
         if self.device.type != "cuda":
-            yield from (self._eager(batch) for batch in batches)
+            yield from (self.eager(batch) for batch in batches)
         elif not self.config.graph:
-            yield from (self._eager(batch) for batch in self._upload(batches))
+            yield from (self.eager(batch) for batch in self._upload(batches))
         else:
             yield from self._replayed(self._upload(batches))
 
-    def _eager(self, batch: Batch) -> tuple[Tensor, Grads, PassUse]:
+    def eager(self, batch: Batch) -> tuple[Tensor, Grads, PassUse]:
+        """Run the pass on a batch on the device; returns what `each` yields."""
         loss, use = self.run(*batch)
         return loss, take_grads(self.weights), use
 

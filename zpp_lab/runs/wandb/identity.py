@@ -32,7 +32,9 @@ from zpp_lab.runs.wandb.folder import RunFolder
 
 _TAG = 64  # characters that a tag may have, in wandb
 _NOT_SHOWN = ("tracking", "run", "seed")  # where and how a run was watched changes no numbers
-_BY_KIND = sorted(WIRES.values(), key=lambda spec: spec.carries != "weights")
+_BY_KIND = sorted(
+    WIRES.values(), key=lambda spec: ("weights", "gradients", "activations").index(spec.carries)
+)
 _TAGS = tuple(dict.fromkeys(spec.tag for spec in _BY_KIND))  # in this order
 MADE_WITH = ("machine", "versions", "commit", "commits", "data")  # of an outcome: words
 _NAMES = ("study", "arm", "recipe", "seed", "cluster")  # of an outcome: in the config already

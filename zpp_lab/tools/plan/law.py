@@ -200,7 +200,7 @@ def covers(config: Config, plan: Plan) -> bool:
 def extent(config: Config, plan: Plan) -> tuple[int, int, int]:
     """Return a run's parameters in blocks, the tokens that all ranks read, and its steps."""
     train, blocks = config.train, [u.unit for u in plan.units if u.unit.name != ROOT]
-    parameters = sum(p.numel for unit in blocks for p in unit.parameters)
+    parameters = sum(p.parts * p.numel for unit in blocks for p in unit.parameters)
     tokens = train.steps * train.micro_steps * train.batch_size * config.data.seq_len
     return parameters, tokens * config.cluster.readers, train.steps
 

@@ -105,7 +105,7 @@ class Outlook:
 
     @property
     def parameters(self) -> int:
-        return sum(p.numel for u in self.plan.units for p in u.unit.parameters)
+        return sum(p.parts * p.numel for u in self.plan.units for p in u.unit.parameters)
 
     @cached_property
     def gap(self) -> law.Prediction | None:

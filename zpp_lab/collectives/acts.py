@@ -1,0 +1,208 @@
+"""What the tensor parts of a model exchange: layouts, closed forms of bytes, and the transfers.
+
+Between blocks each part has a slice of a micro-batch's tokens (sequence parallelism). A gather
+brings every part all tokens: each encodes its slice once, and decodes all slices, its own too. A
+scatter sums what the parts have made of all tokens: each encodes a row for every part, and sums the
+rows it receives in fp32, in the parts' order from +0, rounded once. Backward of a gather is a
+scatter, and that of a scatter a gather, on a wire of its own.
+
+The loss over a vocabulary in parts, and the sums of gradients of parameters that all parts have,
+travel in fp32 on `tp_raw`. Evaluation sends activations as they are, and is not counted.
+
+One place is one exchange of a forward. r: bytes of a slice; a pass of D readers sends
+tp (tp - 1) r D on each place, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from zpp_lab.codecs import Noise, RawCodec, ShamCodec, kernels, noise_key
+from zpp_lab.codecs.base import Codec
+from zpp_lab.codecs.layout import Layout
+from zpp_lab.collectives.context import Clock
+from zpp_lab.collectives.ledger import Ledger
+from zpp_lab.collectives.recipe import Recipe
+from zpp_lab.collectives.traffic import Traffic
+from zpp_lab.config.wires import ACTS_BACKWARD, ACTS_FORWARD, TP_RAW, Wire
+
+if TYPE_CHECKING:  # plans import no process groups
+    from zpp_lab.collectives.transport import Transport
+
+FP32 = 4
+LOSS = 3  # numbers a token: largest logit, sum of exponentials, the target's logit
+
+
+@dataclass(frozen=True)
+class PartsPlan:
+    """What `tp` tensor parts exchange in a step, in every reader's cell. tokens: of a micro-batch;
+    shared: elements of a rank's shards of parameters that all parts have, padding included."""
+
+    recipe: Recipe
+    tp: int
+    tokens: int
+    dim: int
+    blocks: int
+    shared: int
+    micro_steps: int
+    bits_only: bool = False  # layouts of what codecs make alone
+
+    @property
+    def places(self) -> int:
+        """Exchanges of a forward: two a block and piece, the embedding's and the head's."""
+        return 4 * self.blocks + 2
+
+    def traffic(self, each: int) -> Traffic:
+        """Return what all ranks send where each gives every other part `each` bytes."""
+        return Traffic(self.tp * (self.tp - 1) * each * self.recipe.cluster.world, 0)
+
+    def legs(self) -> list[tuple[Wire, Layout, Traffic, int]]:
+        """Return what a step sends: wire, layout of a slice, bytes of all ranks, and how often."""
+        found: list[tuple[Wire, Layout, Traffic, int]] = []
+        for wire in (ACTS_FORWARD, ACTS_BACKWARD):
+            numel = self.tokens * self.dim // self.tp
+            layout = _layout("", numel, self.recipe.acts_codec(wire))
+            traffic = self.traffic(layout.nbytes)
+            found.append((wire, layout, traffic, self.places * self.micro_steps))
+        for numel, times in ((LOSS * self.tokens, self.micro_steps), (self.shared, 1)):
+            layout = _layout("", numel, RawCodec(torch.float32))
+            found.append((TP_RAW, layout, self.traffic(FP32 * numel), times))
+        plain = RawCodec, ShamCodec
+        if self.bits_only:
+            return [leg for leg in found if not isinstance(leg[1].segments[0].codec, plain)]
+        return found
+
+
+def _layout(place: str, numel: int, codec: Codec) -> Layout:
+    return Layout.build([place], [numel], [codec])
+
+
+class EncodeObserver(Protocol):
+    """Sees what one part encodes: `context.Observer`'s telemetry alone."""
+
+    def room(self, wire: Wire, layout: Layout, payload: Tensor) -> Tensor | None: ...
+
+    def encoded(self, wire: Wire, layout: Layout, errors: Tensor | None) -> None: ...
+
+
+class Parts:
+    """The exchanges of one reader's tensor parts: of all of them, as lists in their order, or with
+    a `transport` among them of this process's part alone, as lists of one.
+
+    `rank`: the reader. `plain`: activations travel as they are and uncounted. `observe`: who looks
+    at what a part encodes.
+    """
+
+    def __init__(
+        self, plan: PartsPlan, clock: Clock, ledger: Ledger, transport: Transport | None = None
+    ) -> None:
+        self.plan, self.clock, self.ledger, self.transport = plan, clock, ledger, transport
+        self.own = range(plan.tp) if transport is None else (transport.rank,)
+        self.rank, self.plain = 0, False
+        self.layouts: dict[tuple[str, int, Codec], Layout] = {}
+        self.observe: Callable[[int], EncodeObserver | None] = lambda part: clock.observer
+
+    def gather(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Slices [n, dim] of these parts → all tokens [tp · n, dim], for each of them."""
+        tp, layout = self.plan.tp, self._layout(wire, place, xs[0].numel(), xs[0].dtype)
+        payload = xs[0].new_empty(tp, layout.nbytes, dtype=torch.uint8)
+        leg = None
+        if self.transport is not None:
+            leg = self.transport.gathering(payload, "world", f"{wire} of {place} (tensor parts)")
+        for part, x in zip(self.own, xs, strict=True):
+            room = payload[part : part + 1] if leg is None else leg.room
+            self._encode(layout, x, wire, part, (part,), room)
+        self._count(wire, leg.send() if leg else None, layout.nbytes)
+        outs = [x.new_empty(tp * x.shape[0], *x.shape[1:]) for x in xs]
+        kernels.decode(layout, payload, outs[:1])
+        for out in outs[1:]:
+            out.copy_(outs[0])
+        return outs
+
+    def scatter(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Terms [tp · n, dim] of these parts → each one's slice [n, dim] of the sum over all."""
+        tp, rows = self.plan.tp, xs[0].shape[0] // self.plan.tp
+        layout = self._layout(wire, place, xs[0].numel() // tp, xs[0].dtype)
+        payloads = xs[0].new_empty(tp, len(self.own), layout.nbytes, dtype=torch.uint8)
+        leg = None
+        if self.transport is not None:
+            leg = self.transport.exchanging(payloads, "world", f"{wire} of {place} (tensor parts)")
+        for part, x in zip(self.own, xs, strict=True):
+            room = payloads[part] if leg is None else leg.room
+            self._encode(layout, x, wire, part, tuple(range(tp)), room)
+        self._count(wire, leg.send() if leg else None, layout.nbytes)
+        outs = []
+        for i, x in enumerate(xs):
+            out = x.new_empty(1, rows * x[0].numel())
+            kernels.reduce(layout, payloads[:, i : i + 1].contiguous(), out)
+            outs.append(out.view(rows, *x.shape[1:]))
+        return outs
+
+    def raw(self, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
+        """fp32 values of these parts → those of all parts, [tp, *], for each of them."""
+        tp = self.plan.tp
+        if self.transport is None:
+            self._count(TP_RAW, None, xs[0].nbytes)
+            return [torch.stack(list(xs)) for _ in xs]
+        (own,) = xs
+        payload = own.new_empty(tp, own.nbytes, dtype=torch.uint8)
+        leg = self.transport.gathering(payload, "world", f"{TP_RAW} of {place} (tensor parts)")
+        leg.room.copy_(own.contiguous().view(-1).view(torch.uint8))
+        self._count(TP_RAW, leg.send(), own.nbytes)
+        return [payload.view(torch.float32).view(tp, *own.shape)]
+
+    def sum(self, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Sum fp32 values over all parts in their order, from +0, for each of these parts."""
+        return [self.total(every) for every in self.raw(place, xs)]
+
+    @staticmethod
+    def total(every: Iterable[Tensor]) -> Tensor:
+        """Sum fp32 tensors in their order, from +0."""
+        own = iter(every)
+        first = next(own)
+        total = torch.zeros_like(first).add_(first)
+        for one in own:
+            total += one
+        return total
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """In it activations travel as they are, and no bytes count."""
+        self.plain = True
+        try:
+            yield
+        finally:
+            self.plain = False
+
+    def _layout(self, wire: Wire, place: str, numel: int, dtype: torch.dtype) -> Layout:
+        codec = RawCodec(dtype) if self.plain else self.plan.recipe.acts_codec(wire)
+        key = place, numel, codec
+        if key not in self.layouts:
+            self.layouts[key] = _layout(*key)
+        return self.layouts[key]
+
+    def _encode(
+        self, layout: Layout, x: Tensor, wire: Wire, part: int, rows: tuple[int, ...], room: Tensor
+    ) -> None:
+        clock, rank = self.clock, self.rank * self.plan.tp + part
+        noise = None
+        if layout.stochastic:
+            key = noise_key(clock.seed, clock.step, clock.micro, wire)
+            noise = Noise(key, (rank,) * len(rows), rows)
+        observer = None if self.plain else self.observe(part)
+        errors = observer.room(wire, layout, room) if observer is not None else None
+        kernels.encode(layout, [x.detach()], noise, room, errors)
+        if observer is not None:
+            observer.encoded(wire, layout, errors)
+
+    def _count(self, wire: Wire, sent: Traffic | None, each: int) -> None:
+        if self.plain:
+            return
+        tp = self.plan.tp
+        self.ledger.add(wire, sent if sent is not None else Traffic(tp * (tp - 1) * each, 0))

@@ -1,0 +1,338 @@
+"""The decoder in tensor parts, with sequence parallelism and a vocabulary in parts.
+
+A block is two residual pieces, x ← x + scatter(body(gather(norm(x)))): wq, wk, wv, gate and up are
+cut by rows, wo and down by columns, embedding and head by vocabulary; every part has whole norms.
+Between pieces each part has its slice of the tokens, batch and length as one dimension.
+
+The same code runs one part, in a process of its own, and all parts in one process: `lanes` are the
+parts that are here, and every tensor is a list of one for each. `Exchanges` moves what parts
+exchange; gathers and scatters are nodes of the graph over all lanes, so that all of them go through
+backward together. x enters a piece through one node, so its gradients are added in one order.
+
+The loss of a token follows from three numbers of each part: its largest logit, its sum of
+exponentials relative to that, and the target's logit where the part has it. All parts add them up
+in the same order, so all have the same loss, and backward needs no exchange but the head's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.wires import ACTS_BACKWARD, ACTS_FORWARD, Wire
+from zpp_lab.models.generate import Cache
+from zpp_lab.models.llama import Block, Llama, Rope, rows_of_vocabulary
+from zpp_lab.models.loss import IGNORED, times
+from zpp_lab.models.start import SeededStart, Start, fill, materialize, whole
+
+ROWS, COLUMNS = 0, 1
+CUT = {  # module → the dimension along which its weight is cut; others are whole in every part
+    **dict.fromkeys(("wq", "wk", "wv", "w_gate", "w_up", "embed", "head"), ROWS),
+    **dict.fromkeys(("wo", "w_down"), COLUMNS),
+}
+
+
+class Exchanges(Protocol):
+    """What the parts that are here exchange with all parts; lists have one tensor for each."""
+
+    def gather(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Slices of these parts → all tokens, for each of them."""
+        ...
+
+    def scatter(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Terms of these parts → each one's slice of their sum."""
+        ...
+
+    def raw(self, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Values of these parts → those of all parts, for each of them."""
+        ...
+
+
+def cut_dim(name: str) -> int | None:
+    """Return the dimension along which tensor parts cut the parameter; None: all have it whole."""
+    return CUT.get(name.split(".")[-2])
+
+
+def check_cut(cfg: ModelConfig, vocab_size: int, tp: int) -> None:
+    """ValueError, naming the setting, where this model has no `tp` parts."""
+    said, kv = f"cluster.tp={tp}", cfg.kv_heads
+    for ok, what in (
+        (cfg.name == "llama", f"model.name={cfg.name}: use model.name=llama"),
+        (not cfg.scalar_head, "model.scalar_head=true: use false"),
+        (not cfg.lora.on, "model.lora: leave it out"),
+        (not cfg.checkpoint_activations, "model.checkpoint_activations=true: use false"),
+        (not cfg.loss_chunk, f"model.loss_chunk={cfg.loss_chunk}: use 0"),
+        (not cfg.z_loss, f"model.z_loss={cfg.z_loss:g}: use 0"),
+    ):
+        if not ok:
+            raise ValueError(f"{said} is not built for {what}")
+    for name, size in (("heads", cfg.heads), ("kv_heads", kv), ("ffn", cfg.ffn)):
+        if size % tp:
+            raise ValueError(f"{said} does not divide model.{name}={size}: change either")
+    if vocab_size % tp:
+        raise ValueError(
+            f"{said} does not divide the vocabulary of {vocab_size}: set model.vocab_size="
+            f"{-(-vocab_size // tp) * tp}"
+        )
+
+
+class PartLlama(Llama):
+    """Part `part` of `tp` of the decoder; names of parameters are the whole model's. Exchanges and
+    lanes are set before the first forward: `join`."""
+
+    lanes: tuple[PartLlama, ...]
+
+    def __init__(self, cfg: ModelConfig, vocab_size: int, tp: int, part: int) -> None:
+        super().__init__(cfg, vocab_size)
+        self.tp, self.part = tp, part
+        self.same_every_step = False  # a transfer between parts is part of every forward
+        self.layers = nn.ModuleList(
+            PartBlock(cfg, self.rope, f"layers.{i}") for i in range(cfg.layers)
+        )
+        for name, module in self.named_modules():
+            dim = CUT.get(name.split(".")[-1])
+            weight = module._parameters.get("weight")
+            if dim is not None and weight is not None:
+                shape = list(weight.shape)
+                shape[dim] //= tp
+                module.weight = nn.Parameter(weight.new_empty(shape))
+        self.join((self,), None)
+
+    def join(self, lanes: Sequence[PartLlama], exchanges: Exchanges | None) -> None:
+        """Run these parts together, in their order; the first one is called."""
+        object.__setattr__(self, "lanes", tuple(lanes))  # no submodules
+        self.exchanges = exchanges
+        for blocks in zip(*(lane.layers for lane in lanes), strict=True):
+            own: Any = blocks[0]
+            object.__setattr__(own, "lanes", blocks)
+            own.model = {"of": self}
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        share: Tensor | None = None,
+        each: bool = False,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Return as `Llama.forward`: the mean cross-entropy, or with `each` every target's scores.
+        Logits are in parts, so targets are needed."""
+        assert targets is not None, "the logits of a vocabulary in parts are nowhere whole"
+        assert cache is None, "parts do not generate"
+        assert self.exchanges is not None, "join comes first"
+        self.rope.table(tokens.shape[1], tokens.device)
+        self.shape = tuple(tokens.shape)
+        xs = scatter(self.exchanges, "embed", [lane._embed(tokens) for lane in self.lanes])
+        for block in self.layers:
+            out = block(*xs)
+            xs = list(out) if isinstance(out, tuple) else [out]
+        xs = [lane.norm(x) for lane, x in zip(self.lanes, xs, strict=True)]
+        xs = gather(self.exchanges, "head", xs)
+        logits = [F.linear(x, lane._head()) for lane, x in zip(self.lanes, xs, strict=True)]
+        first = [lane.part * logit.shape[1] for lane, logit in zip(self.lanes, logits, strict=True)]
+        flat = targets.flatten()
+        scores: Tensor = _PartLoss.apply(self.exchanges, flat, first, *logits)
+        if each:
+            return scores if not scores.requires_grad else scores[:1]
+        losses = scores[0]
+        if share is not None:
+            return times(losses.sum(), share)
+        return losses.sum() / (flat != IGNORED).sum()
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Embed those tokens that this part has; zeros for others: [N, dim]."""
+        own = tokens.flatten() - self.part * self.embed.weight.shape[0]
+        absent = (own < 0) | (own >= self.embed.weight.shape[0])
+        rows = self.embed(own.masked_fill(absent, 0))
+        return rows.masked_fill(absent[:, None], 0.0)
+
+    def parts_of(self, name: str) -> int:
+        """Return into how many parts the parameter is cut."""
+        return 1 if cut_dim(name) is None else self.tp
+
+    def _head(self) -> Tensor:
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def start(self, seed: int) -> Start:
+        with torch.device("meta"):
+            model = Llama(self.cfg, self.vocab_size)
+        start = model.start(seed)
+        if isinstance(start, SeededStart):
+            start.device = next(self.parameters()).device
+        return PartStart(start, self)
+
+
+class PartBlock(Block):
+    """A decoder layer of one part; called with the tokens' slices of all lanes."""
+
+    lanes: tuple[PartBlock, ...]
+
+    def __init__(self, cfg: ModelConfig, rope: Rope, place: str) -> None:
+        super().__init__(cfg, rope)
+        self.place = place
+        self.model: dict[str, PartLlama] = {}  # in a dict, so that it is no submodule
+
+    def forward(self, *xs: Tensor) -> Any:  # type: ignore[override]
+        xs = self._piece(self._piece(xs, "attention"), "mlp")
+        return xs if len(xs) > 1 else xs[0]
+
+    def _piece(self, xs: Sequence[Tensor], name: str) -> tuple[Tensor, ...]:
+        model, place = self.model["of"], f"{self.place}.{name}"
+        assert model.exchanges is not None
+        xs = [x.view_as(x) for x in xs]
+        normed = [getattr(b, f"{name}_norm")(x) for b, x in zip(self.lanes, xs, strict=True)]
+        every = gather(model.exchanges, place, normed)
+        rows = (x.view(*model.shape, -1) for x in every)
+        made = [getattr(b, name)(x).flatten(0, 1) for b, x in zip(self.lanes, rows, strict=True)]
+        sums = scatter(model.exchanges, place, made)
+        return tuple(x + y for x, y in zip(xs, sums, strict=True))
+
+
+class PartStart(Start):
+    """A part's rows of whole first weights."""
+
+    def __init__(self, start: Start, model: PartLlama) -> None:
+        self.whole, self.tp, self.part = start, model.tp, model.part
+        self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        dim, shape = cut_dim(name), self.shapes[name]
+        if dim is None:
+            return self.whole.rows(name, first, last)
+        if dim == ROWS:
+            above = self.part * shape[0]
+            return self.whole.rows(name, above + first, above + last)
+        left = self.part * shape[1]
+        return self.whole.rows(name, first, last)[:, left : left + shape[1]]
+
+
+def build_parts(
+    cfg: ModelConfig, vocab_size: int, tp: int, device: str | torch.device, seed: int = 0
+) -> list[PartLlama]:
+    """Build all parts of the decoder in fp32 on `device`, with the whole model's first weights; on
+    the meta device shapes alone. ValueError where the model has no such parts."""
+    vocab = rows_of_vocabulary(cfg, vocab_size)
+    check_cut(cfg, vocab, tp)
+    with torch.device("meta"):
+        parts = [PartLlama(replace(cfg), vocab, tp, part) for part in range(tp)]
+    for model in parts if torch.device(device).type != "meta" else ():
+        materialize(model, device)
+        fill(model, model.start(seed), whole, lambda p: p)
+    return parts
+
+
+def merged(name: str, parts: Sequence[Tensor]) -> Tensor:
+    """Join the parts of a parameter, or of a tensor of its shape."""
+    dim = cut_dim(name) if parts[0].ndim > 1 else None
+    return parts[0] if dim is None else torch.cat(list(parts), dim)
+
+
+def part_of(name: str, value: Tensor, tp: int, part: int) -> Tensor:
+    """Return a part of a whole parameter, or of a tensor of its shape."""
+    dim = cut_dim(name) if value.ndim > 1 else None
+    return value if dim is None else value.chunk(tp, dim)[part]
+
+
+# ---------------------------------------------------------------------- nodes of the graph
+
+
+def gather(exchanges: Exchanges, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Bring all tokens to every lane; backward sums their gradients."""
+    return list(_Gather.apply(exchanges, place, *xs))
+
+
+def scatter(exchanges: Exchanges, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Sum all parts' terms, a slice of the tokens for each lane; backward gathers gradients."""
+    return list(_Scatter.apply(exchanges, place, *xs))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchanges: Exchanges, place: str, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchanges, ctx.place = exchanges, place
+        return tuple(exchanges.gather(ACTS_FORWARD, place, [x.contiguous() for x in xs]))
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        own = [g.contiguous() for g in grads]
+        return None, None, *ctx.exchanges.scatter(ACTS_BACKWARD, ctx.place, own)
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchanges: Exchanges, place: str, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchanges, ctx.place = exchanges, place
+        return tuple(exchanges.scatter(ACTS_FORWARD, place, [x.contiguous() for x in xs]))
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        own = [g.contiguous() for g in grads]
+        return None, None, *ctx.exchanges.gather(ACTS_BACKWARD, ctx.place, own)
+
+
+class _PartLoss(torch.autograd.Function):
+    """Local logits [N, vocab / tp] of these parts → each target's scores [2, N] in fp32 (fp64 for
+    fp64): its loss, 0 where it is IGNORED, and 1 where the model predicts it. All parts have the
+    same. `first`: each part's first class."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchanges: Exchanges, targets: Tensor, first: Sequence[int], *logits: Tensor
+    ) -> Tensor:
+        own = [_numbers(x, targets - f) for x, f in zip(logits, first, strict=True)]
+        if not any(ctx.needs_input_grad):  # what only evaluation asks for
+            hits = [x.argmax(-1) == targets - f for x, f in zip(logits, first, strict=True)]
+            own = [torch.cat((n, h[None].to(n))) for n, h in zip(own, hits, strict=True)]
+        every = exchanges.raw("loss", own)[0]  # [tp, 3 or 4, N]
+        top, logsum, logit = _combined(every)
+        ctx.first = first
+        ctx.save_for_backward(targets, logsum, *logits)
+        losses = (logsum - logit).masked_fill(targets == IGNORED, 0.0)
+        if every.shape[1] == 3:
+            return torch.stack((losses, torch.zeros_like(losses)))
+        leads = (every[:, 0] == top).to(torch.uint8).argmax(0)  # the first part with the largest
+        return torch.stack((losses, every[:, 3].gather(0, leads[None])[0]))
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        targets, logsum, *logits = ctx.saved_tensors
+        grad = grad[0].masked_fill(targets == IGNORED, 0.0)
+        made = []
+        for x, first in zip(logits, ctx.first, strict=True):
+            to_logits = (x.to(logsum.dtype) - logsum[:, None]).exp_()
+            classes = torch.arange(first, first + x.shape[1], device=x.device)
+            to_logits.add_(classes == targets[:, None], alpha=-1)
+            made.append(to_logits.mul_(grad[:, None]).to(x.dtype))
+        return None, None, None, *made
+
+
+def _numbers(logits: Tensor, own: Tensor) -> Tensor:
+    """Return [3, N]: the largest logit, the sum of exponentials relative to it, and the logit of
+    class `own`, 0 where it is not among these."""
+    values = logits if logits.dtype == torch.float64 else logits.float()
+    top = values.amax(-1)
+    sums = (values - top[:, None]).exp_().sum(-1)
+    absent = (own < 0) | (own >= values.shape[1])
+    logit = values.gather(1, own.masked_fill(absent, 0)[:, None])[:, 0].masked_fill(absent, 0.0)
+    return torch.stack((top, sums, logit))
+
+
+def _combined(every: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest logit, log of the sum of exponentials, and the target's logit, [N] each,
+    from all parts' numbers [tp, 3 or more, N], added in the parts' order."""
+    top = every[:, 0].amax(0)
+    total, logit = torch.zeros_like(top), torch.zeros_like(top)
+    for part in every:
+        total = total + part[1] * (part[0] - top).exp()
+        logit = logit + part[2]
+    return top, total.log() + top, logit
