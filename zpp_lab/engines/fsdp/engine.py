@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -38,6 +38,7 @@ from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp.graph import Launched, StepGraph, obstacle
 from zpp_lab.engines.fsdp.kept import Kept
 from zpp_lab.engines.fsdp.masters import Masters
+from zpp_lab.engines.fsdp.parts import OwnPart, cell_of
 from zpp_lab.engines.fsdp.prefetch import InVain, Laps, Prefetch, Usage
 from zpp_lab.engines.fsdp.rollout import all_agree, rolled_bytes, rolling, rollout_traffic
 from zpp_lab.engines.fsdp.sent import Sent
@@ -83,6 +84,8 @@ class FsdpEngine(Engine):
         self.shards = plan.recipe.shards
         self.part = self.rank % self.shards  # which shard of every parameter is this rank's
         self.plans = plans_by_step(plan, config)
+        part = getattr(model, "part", 0)  # of the tensor parts
+        own = {f: p.cell(part) if p.parts else p for f, p in self.plans.items()}
         self.base = FrozenBase(model, plan)
         self.residence = Residence.of(config)
         cut = config.train.masters == "split"
@@ -91,13 +94,16 @@ class FsdpEngine(Engine):
         self.wrapped: Wrapped = wrap(
             model,
             units,
-            self.plans,
+            own,
             self.transport,
             device,
             seed=config.seed,
             ordered=config.engine.ordered,
             offload=self.residence.offloads,
+            ranks=cell_of(config.cluster, device),
         )
+        watchdog = self.transport.watchdog
+        self.parts = OwnPart.joined(model, plan, config.cluster, self.wrapped.clock, watchdog)
         self.wrapped.under_way.open = not self.residence.offloads
         building.done("sharding")
         self.root = cast(FSDPModule, model)
@@ -149,7 +155,9 @@ class FsdpEngine(Engine):
 
     def enter(self, done: int) -> None:
         if self.wrapped.enter(done):
-            self.plan, self.memories = self.wrapped.plan, self.wrapped.memories
+            self.plan, self.memories = self.plans[self.wrapped.phase], self.wrapped.memories
+            if self.parts is not None and self.plan.parts is not None:
+                self.parts.parts.plan = self.plan.parts
             self.sent.settled = None
             self.graph.restart()
 
@@ -185,7 +193,9 @@ class FsdpEngine(Engine):
         own, use = gradients.made
         fell_back = self.wrapped.fallbacks.check(self.config.engine.allow_fallback)
         grads = self._grads()
-        sent = self.sent.count(self.plan, use, frozenset(grads), as_planned=not fell_back)
+        if self.parts is not None:
+            self.parts.add_shared(grads)
+        sent = self.sent.count(self.wrapped.plan, use, frozenset(grads), as_planned=not fell_back)
         rolled, self.rolled = self.rolled, {}
         add_bytes(sent, rolled)
         if watch is None:
@@ -208,7 +218,9 @@ class FsdpEngine(Engine):
         errors = None
         if watch and watch.errors:
             watch.errors.drop(gathered_in_vain(self.plan, use.passes))
-            errors = merged_telemetry(watch.errors, self.device, self.transport.group)
+            errors = merged_telemetry(watch.errors, self.device)
+        if self.parts is not None:
+            sent = self.parts.every(sent)
         self.enter(step + 1)
         laps.done("waiting")
         return StepResult(loss, length, sent, errors, laps.seconds)
@@ -240,6 +252,8 @@ class FsdpEngine(Engine):
         self.memories.start(step)
         for unit in self.wrapped.installed:
             unit.start_step()
+        if self.parts is not None:
+            self.parts.parts.ledger.start_step()
         micros = self.plan.micro_steps
         losses = torch.zeros(micros, dtype=torch.float64, device=self.device)
         passes = []
@@ -299,16 +313,18 @@ class FsdpEngine(Engine):
 
     def _totals(self, losses: Tensor, grads: dict[str, Tensor], odd: str) -> tuple[Tensor, Tensor]:
         """Losses fp64 [micro-steps, W], and the norm: alike on all ranks."""
-        own = torch.cat((losses, squares(grads, self.plan, self.device).view(1)))
+        tp, mine = self.config.cluster.tp, self.parts.counted(grads) if self.parts else grads
+        own = torch.cat((losses, squares(mine, self.plan, self.device).view(1)))
         if odd:
             own.fill_(math.nan)  # so that no rank updates anything
-        every = torch.empty(self.cluster.world, own.numel(), dtype=own.dtype, device=self.device)
+        world = tp * self.cluster.world
+        every = torch.empty(world, own.numel(), dtype=own.dtype, device=self.device)
         with self.transport.watched("losses and gradient norm (world)", self.device):
-            all_gather(every.view(-1), own, group=self.transport.group)
-        norm = total_norm(every[: self.shards, -1])
+            all_gather(every.view(-1), own)
+        norm = total_norm(every[: tp * self.shards, -1])
         if self.shards < self.cluster.world:  # others have the same, unless one is not finite
-            norm = norm + 0 * every[self.shards :, -1].sum()
-        return every[:, :-1].t().contiguous(), norm
+            norm = norm + 0 * every[tp * self.shards :, -1].sum()
+        return every[::tp, :-1].t().contiguous(), norm  # all parts of a reader have the same
 
     def _read(self, *scalars: Tensor) -> Callable[[], list[float]]:
         """Start to copy scalars; returns the step's one wait for the device, for when everything
@@ -352,7 +368,7 @@ class FsdpEngine(Engine):
         self._gradients(step, batches, watch)
         watch.means({} if self.wrapped.installed else self._grads())
         self.optimizer.zero_grad(set_to_none=True)
-        refuse(watch, self.transport.group)
+        refuse(watch)
 
     # ------------------------------------------------------------------ the rest
 
@@ -411,7 +427,8 @@ class FsdpEngine(Engine):
         for i in range(rounds):
             batch = todo[min(i * world + self.rank, len(todo) - 1)]
             self.usage.start()
-            scores = token_scores(self.model, *self._on_device(batch[:2]))
+            with self.parts.parts.uncounted() if self.parts else nullcontext():
+                scores = token_scores(self.model, *self._on_device(batch[:2]))
             self.prefetch.settle(self.usage)
             own[i, :, : scores.shape[1]] = scores
         self.model.train()

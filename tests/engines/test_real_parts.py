@@ -1,0 +1,149 @@
+"""Tensor parts in processes of their own, over gloo: every bit is the virtual engine's."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.engines.fsdp_world import run_world
+from tests.engines.test_parts import ACTS8, MIXED, VOCAB, batch, configured, made
+from zpp_lab.config.schema import Config
+from zpp_lab.engines.base import Engine
+from zpp_lab.engines.build import build_plan
+from zpp_lab.engines.fsdp.base import own_rows
+from zpp_lab.engines.fsdp.engine import FsdpEngine
+from zpp_lab.engines.optim.shards import local
+from zpp_lab.engines.virtual.engine import VirtualEngine
+from zpp_lab.models.cut import build_parts
+
+Q8 = {"bits": 8, "block_size": 32}
+BF16 = {"param_dtype": "bf16"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "raw": ({}, {}),
+    "raw_bf16": ({}, BF16),
+    "acts8": (ACTS8, BF16),
+    "acts8_fp32": (ACTS8, {}),
+    "mixed": (MIXED, BF16),
+    "sham": ({"acts": {"codec": "sham", "bits": 4, "block_size": 32}}, BF16),
+    "hadamard": ({"acts": {"bits": 4, "block_size": 32, "hadamard": 32}}, BF16),
+    "zeropp": (
+        {"weights": Q8, "grads": {"bits": 4, "block_size": 32}, "hops": 2, "secondary": True}
+        | ACTS8,
+        BF16,
+    ),
+    "stage2": ({"stage": 2} | ACTS8, BF16),
+    "last": (ACTS8, {**BF16, "accumulate": "last"}),
+    "reversed": ({"order": "reversed"} | ACTS8, BF16),
+    "qk_norm": (ACTS8, {**BF16, "model": {"qk_norm": True, "tied_head": True}}),
+    "units": (ACTS8, {**BF16, "engine": {"blocks_per_unit": 2}}),
+    "differences": (
+        {
+            "sharding": {"weights": "node", "update": "differences"},
+            "weights_update": {"bits": 4, "block_size": 32},
+        }
+        | ACTS8,
+        BF16,
+    ),
+    "node": ({"shard": "node"} | ACTS8, BF16),
+}
+FAST = {(1, 4, 2): ("mixed", "raw_bf16"), (1, 2, 2): ("acts8",)}
+SOME_NODES = ("zeropp", "differences", "node")  # need several nodes with several GPUs of a cell
+
+
+def settings(case: str, shape: tuple[int, int, int], name: str) -> Config:
+    recipe, more = CASES[case]
+    engine = {"name": name, **more.get("engine", {})}
+    engine |= {"ordered": True} if name == "fsdp" else {}
+    return configured(shape, recipe, **{**more, "engine": engine})
+
+
+def real(case: str, shape: tuple[int, int, int]) -> FsdpEngine:
+    part = dist.get_rank() % shape[2]
+    config = settings(case, shape, "virtual")
+    model = build_parts(config.model, VOCAB, shape[2], "meta")[part]
+    plan = build_plan(model, config)  # that does not depend on the engine
+    return FsdpEngine(model, plan, settings(case, shape, "fsdp"), torch.device("cpu"))
+
+
+def run(engine: Engine, readers: int) -> list[Any]:
+    """Steps, with telemetry in the second, and evaluations."""
+    found: list[Any] = []
+    for step in range(3):
+        done = engine.step(step, 1e-2, partial(batch, step), step == 1)
+        found.append((done.loss, done.grad_norm, dict(done.bytes), done.telemetry))
+        if step != 1:
+            held = [batch(99, i, 0) for i in range(readers + 1)]
+            found.append(engine.evaluate(step + 1, held, wire=step == 2))
+    return found
+
+
+def own_state(engine: FsdpEngine) -> dict[str, Tensor]:
+    found = {f"{n}": local(p.detach()).clone() for n, p in engine.parameters.items()}
+    for name, p in engine.parameters.items():
+        for key, value in engine.optimizer.state[p].items():
+            found[f"{key} of {name}"] = local(value).clone()
+    return found
+
+
+def shard_state(engine: VirtualEngine, part: int, rank: int) -> dict[str, Tensor]:
+    """What the rank of that part's cell has in a real run."""
+    cell, shards = engine.cells[part], engine.plan.recipe.shards
+    found: dict[str, Tensor] = {}
+    for name, p in cell.master.items():
+        first, last = own_rows(tuple(p.shape), shards, rank % shards)
+        found[name] = p.detach()[first:last]
+        for key, value in cell.optimizer.state[p].items():
+            found[f"{key} of {name}"] = value[first:last] if value.ndim else value
+    return found
+
+
+def compare(shape: tuple[int, int, int], cases: list[str]) -> dict[str, str]:
+    """Case → what differs ("" when nothing); to be run on every rank."""
+    torch.use_deterministic_algorithms(True)
+    tp, found = shape[2], {}
+    for case in cases:
+        engine = real(case, shape)
+        done, readers = run(engine, engine.cluster.world), engine.cluster.world
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (done, own_state(engine)))
+        if dist.get_rank():
+            continue
+        twin = made(shape, CASES[case][0], **CASES[case][1])
+        wanted = run(twin, readers)
+        found[case] = ""
+        for rank, (other, state) in enumerate(every):
+            mine = shard_state(twin, rank % tp, rank // tp)
+            pairs = [(n, torch.equal(state[n], mine[n])) for n in mine]
+            if state.keys() != mine.keys() or other != wanted or not all(ok for _, ok in pairs):
+                bad = [n for n, ok in pairs if not ok]
+                found[case] += f"rank {rank}: {bad[:3]} {_first(other, wanted)}; "
+    return found
+
+
+def _first(found: list[Any], wanted: list[Any]) -> str:
+    pairs = zip(found, wanted, strict=True)
+    return next((f"{a} is not {b}" for a, b in pairs if a != b), "")
+
+
+def sizes(shape: tuple[int, int, int]) -> int:
+    return shape[0] * shape[1]
+
+
+@pytest.mark.parametrize("shape", FAST, ids=str)
+def test_real_parts_have_the_virtual_ones_bits(shape: tuple[int, int, int]) -> None:
+    said = run_world(sizes(shape), compare, shape, list(FAST[shape]))
+    assert said == dict.fromkeys(FAST[shape], "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 4, 2), (1, 4, 4), (1, 2, 2), (2, 4, 2)], ids=str)
+def test_all_recipes_with_real_parts(shape: tuple[int, int, int]) -> None:
+    several = shape[0] > 1
+    cases = [case for case in CASES if several or case not in SOME_NODES]
+    said = run_world(sizes(shape), compare, shape, cases)
+    assert said == dict.fromkeys(cases, "")
