@@ -147,7 +147,7 @@ def steps_of(engine: VirtualEngine, config: Config, steps: int) -> Iterator[dict
     for step in range(steps):
         engine.cell.ledger.start_step()
         engine.cell.start(step)
-        _, grads = engine._gradients(step, batches(config, step), Watch())
+        _, (grads,) = engine._gradients(step, batches(config, step), [Watch()])
         # what was sent is what was planned
         engine.cell.check_bytes(engine._passes(), engine.reduced)
         engine.cell.memories.commit()

@@ -107,7 +107,7 @@ def test_a_later_micro_step_adds_what_the_one_before_has_lost() -> None:
         found = []
         for each in (made, plain):
             each.cell.memories.start(0)
-            _, total = each._gradients(0, lambda rank, micro: batch(0, rank, 0), Watch())
+            _, (total,) = each._gradients(0, lambda rank, micro: batch(0, rank, 0), [Watch()])
             found.append(torch.cat([total[n].flatten() for n in sorted(total)]))
         return float((found[0] - found[1]).norm() / found[1].norm())
 

@@ -307,6 +307,12 @@ def test_differences_of_parts_are_kept_and_saved() -> None:
         ((1, 2, 2), {}, {"engine": {"name": "deepspeed"}}, "engine=deepspeed"),
         ((1, 2, 2), {}, {"engine": {"compile": True}}, "engine.compile"),
         ((1, 2, 2), {}, {"optimizer_state": "8bit"}, "train.optimizer_state"),
+        (
+            (1, 2, 2),
+            {},
+            {"optimizer_state": "bf16", "param_dtype": "bf16", "masters": "split"},
+            "train.masters",
+        ),
         ((1, 2, 2), {}, {"model": {"loss_chunk": 8}}, "model.loss_chunk"),
         ((1, 2, 2), {}, {"model": {"checkpoint_activations": True}}, "checkpoint_activations"),
         ((1, 2, 2), {}, {"model": {"kv_heads": 1}}, "model.kv_heads"),

@@ -88,6 +88,7 @@ def check_axes(config: Config) -> None:
         (config.task == "text", f"task={config.task}: use task=text"),
         (not engine.compile, "engine.compile=true: use false"),
         (not Residence.of(config).masters, "master weights in host memory: leave it out"),
+        (train.masters == "fp32", f"train.masters={train.masters}: use fp32"),
         (train.optimizer_state != "8bit", "train.optimizer_state=8bit: use fp32 or bf16"),
         (not config.recipe.remembers, "memory.kind=residual: leave it out"),
         (train.param_dtype != "fp16", "train.param_dtype=fp16: use bf16"),

@@ -38,7 +38,6 @@ from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp.graph import Launched, StepGraph, obstacle
 from zpp_lab.engines.fsdp.kept import Kept
 from zpp_lab.engines.fsdp.masters import Masters
-from zpp_lab.engines.fsdp.parts import OwnPart, cell_of
 from zpp_lab.engines.fsdp.prefetch import InVain, Laps, Prefetch, Usage
 from zpp_lab.engines.fsdp.rollout import all_agree, rolled_bytes, rolling, rollout_traffic
 from zpp_lab.engines.fsdp.sent import Sent
@@ -48,6 +47,7 @@ from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
 from zpp_lab.engines.norm import squares
 from zpp_lab.engines.optim.build import adamw, set_rate
 from zpp_lab.engines.optim.shards import local
+from zpp_lab.engines.parts import OwnPart, cell_of
 from zpp_lab.engines.rollout import Policy, check_mark, eager
 from zpp_lab.engines.units import ROOT, named_units, with_root
 from zpp_lab.engines.watch import gathered_in_vain
