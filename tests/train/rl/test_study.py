@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 from tests.train.rl.test_reward_model import SMALL as PAIRS
 from tests.train.rl.test_runs import SMALL
+from zpp_lab.cli.main import main
 from zpp_lab.config.compose import compose
 from zpp_lab.config.study import ArmConfig, StudyConfig
-from zpp_lab.runs.reader import read_metrics
+from zpp_lab.runs.reader import read_metrics, write_study
 from zpp_lab.study.judge.verdict import read_result
 from zpp_lab.study.report.figures.curves import run_curves
 from zpp_lab.study.report.report import build_report
@@ -42,6 +44,13 @@ def test_a_study_of_rewards_is_judged_in_points(tmp_path: Path) -> None:
     report = build_report(tmp_path, study)
     pictures = [p for p in report.figures if p.suffix == ".svg"]
     assert {"gap.svg", "gap_steps.svg", "loss.svg"} <= {p.name for p in pictures}
+    write_study(tmp_path, study)
+    assert main(["dashboard", str(tmp_path)]) == 0
+    spec = json.loads((tmp_path / "dashboard.json").read_text())
+    panels = [p for section in spec["sections"] for p in section["panels"]]
+    shown = [name for panel in panels for name in panel.get("y", [])]
+    assert {"rl/reward", "rl/kl", "rl/clipped", "rl/flat_groups", "rl/mismatch"} <= {*shown}
+    assert "(failures)" in spec["text"]
     texts = [p.read_text() for p in (report.html, report.markdown, report.latex, *pictures)]
     for text in [*texts, report.table]:
         assert not re.search(r"\bnats\b", text)

@@ -246,6 +246,7 @@ def _judged(root: Path) -> tuple[str, list[str]]:
         from zpp_lab.study.report.figures.gap import telling_arms
         from zpp_lab.study.report.render import table_markdown
         from zpp_lab.study.report.table import margin_line
+        from zpp_lab.study.words import in_unit
     except ModuleNotFoundError as error:
         print(
             f"the pages have no verdicts ({error}): pip install 'zpp_lab[report]', then try again",
@@ -256,4 +257,4 @@ def _judged(root: Path) -> tuple[str, list[str]]:
     notes = "\n".join(f"- {note}" for note in result.notes)
     verdicts = table_markdown(verdict_table(result))
     text = "\n\n".join(filter(None, [verdicts, margin_line(result), notes]))
-    return text, telling_arms(result)
+    return in_unit(result, text), telling_arms(result)

@@ -127,9 +127,11 @@ def _tables(root: Path) -> dict[str, Any]:
 
     from zpp_lab.study.judge.verdict import read_result
     from zpp_lab.study.report.table import verdict_rows
+    from zpp_lab.study.words import in_unit
 
-    verdicts = verdict_rows(read_result(root))
-    columns: list[str | int] = list(verdicts[0])
+    result = read_result(root)
+    verdicts = verdict_rows(result)
+    columns: list[str | int] = [in_unit(result, name) for name in verdicts[0]]
     cells = [list(row.values()) for row in verdicts]
     arms = wandb.Table(columns=columns, data=cells)
     with open(root / "results.csv", newline="", encoding="utf-8") as file:
