@@ -39,6 +39,7 @@ def test_a_study_of_rewards_is_judged_in_points(tmp_path: Path) -> None:
             run(compose([*SMALL, *place, *whose, *more]))
     result = read_result(tmp_path, study)
     assert result.margin == 0.05
+    assert not any("train.eval_tokens" in text for text in (*result.notes, result.arms[1].text))
     gaps = {arm.name: len(arm.gaps) for arm in result.arms}
     assert gaps["r4"] == 2
     report = build_report(tmp_path, study)

@@ -227,7 +227,7 @@ def judge_study(
         *(f"Arm {name} is not in the study; its runs are ignored." for name in sorted(unknown)),
     ]
     few = _fewest(run for arm in arms for run in arm.finished)
-    found = heldout_notes(*few) if few is not None else ()
+    found = heldout_notes(*few) if few is not None and study.points is None else ()
     notes = [*notes, *(f"{text[0].upper()}{text[1:]}." for text in found)]
     for result in arms:
         notes += seed_notes(study, result)
@@ -400,7 +400,8 @@ def _outcome(
         if few is None or few[0] >= LEAST_HELDOUT:
             return claims.UNDECIDED, ""
         least = f"{few[0]:,} held-out tokens, below the minimum of {LEAST_HELDOUT:,}"
-        return NOT_JUDGED, f"{least}: {more_heldout(few[1])}"
+        more = "hold out more prompts (data.heldout_every, more records)"
+        return NOT_JUDGED, f"{least}: {more_heldout(few[1]) if study.points is None else more}"
     if failed:
         return "failed", failures(failed)
     if "finished" in outcomes.values():
