@@ -127,7 +127,7 @@ def test_an_arm_is_its_baseline_but_for_the_recipe(name: str, arms: Arms) -> Non
         assert set(changed) - {"recipe.name"}
         peer = config.engine.name == "deepspeed"
         free = ("engine.", "train.param_dtype", "train.reduce_dtype") if peer else ()
-        free += ("recipe.",)
+        free += ("recipe.", "rl.correction")
         reordered = arm.role in ("order_control", "baseline_repeat")
         if reordered:  # gradients in two sums are as many
             free += ("train.batch_size", "train.micro_steps")
@@ -138,7 +138,7 @@ def test_an_arm_is_its_baseline_but_for_the_recipe(name: str, arms: Arms) -> Non
         cut = config.recipe.parts, config.recipe.hops
         raw = cut != (base.recipe.parts, base.recipe.hops) and not reordered
         raw &= all(config.recipe.wire(wire).raw for wire in WIRES)
-        sent, whole = bytes_of(config, raw), bytes_of(base, raw)
+        sent, whole = (bytes_of(each, raw, not reordered) for each in (config, base))
         rounds = config.train.micro_steps // base.train.micro_steps
         if arm.role == "sham_control":  # saves no bits
             assert sent <= whole
@@ -151,7 +151,10 @@ def test_partitions_has_every_point_of_the_grid() -> None:
     assert {config_of("partitions", arm.name).recipe.parts for arm in arms} == set(POINTS)
 
 
-def bytes_of(config: Config, between: bool) -> int:
+def bytes_of(config: Config, between: bool, rolled: bool) -> int:
     """Of the plan, or of it between nodes; the meta device holds no weights."""
     plan = build_plan(build_model(config.model, 256, device="meta"), config)
-    return sum(t.inter if between else sum(t) for t in plan.step_bytes().values())
+    sent = [*plan.step_bytes().values()]
+    if plan.rollouts and rolled:
+        sent += plan.rollout_bytes(None).values()
+    return sum(t.inter if between else sum(t) for t in sent)
