@@ -53,7 +53,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "w8_then_w4": {"weights": {"block_size": 16}, "phases.0": {"after": 2}},
     "zero3": {},
 }
-SLOW = ("sdp4bit", "w8_then_w4", "zero3")
+SLOW = ("zeropp", "sdp4bit", "w8_then_w4", "zero3")
 
 
 def guide(n: int) -> str:
@@ -450,7 +450,7 @@ def agree(ours: list[float], *others: list[float]) -> None:
     assert list(others) == [ours] * len(others)
 
 
-@pytest.mark.parametrize("case", ["zeropp", "loco", "accumulated"])
+@pytest.mark.parametrize("case", ["loco", "accumulated"])
 def test_a_loop_of_ones_own_has_zpp_lab_trains_losses(case: str, answers: dict[str, Any]) -> None:
     """Also with state dicts of torch in the middle, and a model from the meta device."""
     agree(*answers[case])

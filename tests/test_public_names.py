@@ -8,7 +8,7 @@ import sys
 import zpp_lab
 
 CODE = """
-import os, torch, types
+import os, torch.distributed.fsdp, types
 child = os.fork()
 import zpp_lab
 if child == 0:  # it imports another module first

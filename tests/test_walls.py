@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,15 @@ TORCH_FREE = ("files", "config", "study", "cli")
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """The nodes of a file's tree; five tests read all files."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imported(path: Path) -> set[str]:
     """What of the package a file imports when it is loaded or called, names in modules too."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = nodes_of(path)
     parts = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module]
     found = {n.module for n in parts} | {f"{n.module}.{a.name}" for n in parts for a in n.names}
     found |= {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
@@ -54,7 +61,7 @@ def drawn() -> dict[str, set[str]]:
     names = {path: name.removesuffix(".__init__") for path, name in names.items()}
     modules, found = {*names.values()}, {}
     for path, name in names.items():
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = nodes_of(path)
         parts = [
             (n.module, a.name) for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names
         ]
@@ -120,9 +127,9 @@ def test_the_table_alone_names_wires() -> None:
     """Beside it the recipe, which has a setting for each, and checks of two in particular."""
     found = set()
     for path in SOURCES:
-        tree = ast.parse(path.read_text())
-        texts = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
-        constants = [n for n in ast.walk(tree) if isinstance(n, ast.Constant)]
+        nodes = nodes_of(path)
+        texts = {id(n.value) for n in nodes if isinstance(n, ast.Expr)}
+        constants = [n for n in nodes if isinstance(n, ast.Constant)]
         said = " ".join(str(n.value) for n in constants if id(n) not in texts)
         if any(wire in said for wire in WIRES):
             found.add(path.relative_to(PACKAGE).as_posix())

@@ -239,7 +239,7 @@ def often(runs: Runs, config: Config, every: int) -> int:
 def hindered(nodes: int, local: int) -> dict[str, Any]:
     """What stands against a graph, over gloo."""
     transport = ProcessGroups(ClusterConfig(nodes, local), Watchdog(100.0))
-    config = made("residual_differences", nodes, local)
+    config, plain = (made(name, nodes, local) for name in ("residual_differences", "zero3"))
     with faked() as fake:
         runs = Runs(transport, torch.device("cpu"))
         found: dict[str, Any] = {"one rank differs": one_rank_differs(runs, config)}
@@ -250,5 +250,5 @@ def hindered(nodes: int, local: int) -> dict[str, Any]:
         found["wanted"] = fails(runs, config, "end", True, fake)
         for every in (2, 3, 4):
             before = fake.captures
-            found[f"often {every}"] = [often(runs, config, every), fake.captures - before]
+            found[f"often {every}"] = [often(runs, plain, every), fake.captures - before]
         return found

@@ -144,6 +144,16 @@ def test_policies_of_hugging_face_with_adapters(tmp_path: Path) -> None:
     assert lines(plain)[-1]["loss"] != lines(config)[-1]["loss"]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A run that nothing has disturbed."""
+    config = small(tmp_path_factory.mktemp("whole"), "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(rewards._SHIPPED, "mine", mine)
+        run(config)
+    return config
+
+
 def kill_at(where: str, config: Config) -> None:
     """Run in a process of its own, which is killed at the second time it gets `where`."""
     count = [0]
@@ -167,10 +177,9 @@ def kill_at(where: str, config: Config) -> None:
 
 
 @pytest.mark.parametrize("where", ["rollout 2", "rollout 3", "reward 4", "line 4", "line 5"])
-def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, where: str) -> None:
+def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, where: str, whole: Config) -> None:
     """Two steps a rollout, a checkpoint every three: line 4 and 5 resume between two steps."""
-    whole, other = small(tmp_path, "whole"), small(tmp_path, "killed")
-    run(whole)
+    other = small(tmp_path, "killed")
     process = forks().Process(target=kill_at, args=(where, other))
     process.start()
     process.join()
