@@ -16,7 +16,7 @@ from tests.engines.fsdp_world import run_world
 from tests.small_runs import newest
 from tests.train.rl.test_reward_model import SMALL as PAIRS
 from tests.train.rl.test_reward_model import in_each_rank
-from tests.train.rl.test_runs import SMALL, lines, same_end
+from tests.train.rl.test_runs import ARMS, SMALL, lines, same_end
 from zpp_lab.cli.main import main
 from zpp_lab.config.compose import compose
 from zpp_lab.config.schema import Config
@@ -79,17 +79,21 @@ def test_an_export_scores_as_its_run_does(reward: Path, tmp_path: Path) -> None:
 
 
 def test_both_engines_agree(reward: Path, tmp_path: Path) -> None:
+    arms = {"raw": (), "w4": (*ARMS["w4"][:4], "recipe.weights_rollout.rounding=stochastic")}
     own = ("rl.algorithm=rloo", "rl.correction=sequence")
     real = ("engine=fsdp", "engine.ordered=true", "engine.device=cpu", "engine.threads=1")
-    there = policy(tmp_path, "fsdp", reward, *own, *real)
-    run_world(2, in_each_rank, there)
-    here = policy(tmp_path, "virtual", reward, *own)
-    run(here)
-    assert lines(here) == lines(there)
-    assert same_end(here, there)
-    rewards = [line["rl"]["rewards"]["learned"] for line in lines(here)]
-    assert len({*rewards}) > 1
-    assert rewards == [line["rl"]["reward"] for line in lines(here)]
+    where = {"raw": "cluster=1x2", "w4": "cluster=2x1"}
+    there = [policy(tmp_path, f"{a}_fsdp", reward, *own, *arms[a], where[a], *real) for a in arms]
+    run_world(2, in_each_rank, *there)
+    for arm, other in zip(arms, there, strict=True):
+        here = policy(tmp_path, arm, reward, *own, *arms[arm], where[arm])
+        run(here)
+        assert lines(here) == lines(other), arm
+        assert same_end(here, other), arm
+        rewards = [line["rl"]["rewards"]["learned"] for line in lines(here)]
+        assert len({*rewards}) > 1
+        assert rewards == [line["rl"]["reward"] for line in lines(here)]
+        assert (lines(here)[0]["rl"]["mismatch"] > 1e-4) == (arm == "w4")
 
 
 def test_a_reward_model_may_not_change_under_a_run(reward: Path, tmp_path: Path) -> None:
