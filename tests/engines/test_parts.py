@@ -16,6 +16,7 @@ from zpp_lab.collectives import acts
 from zpp_lab.collectives.acts import Parts
 from zpp_lab.config.load import load
 from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.recipe import SHARDED
 from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import ACTS_BACKWARD, ACTS_FORWARD, TP_RAW
 from zpp_lab.engines.build import build_engine, check_engine, plan_of
@@ -303,7 +304,7 @@ def test_differences_of_parts_are_kept_and_saved() -> None:
         ((1, 2, 2), {"acts": {"bits": 8, "memory": {"kind": "residual"}}}, {}, "memory.kind"),
         ((1, 2, 2), {"rules": [{"wires": ["acts_forward"], "set": {"bits": 4}}]}, {}, "rules"),
         ((1, 4, 2), {"grads": {"bits": 8, "memory": {"kind": "residual"}}}, {}, "memory.kind"),
-        ((1, 2, 2), {}, {"engine": {"name": "fsdp"}}, "engine=fsdp"),
+        ((2, 4, 2), {"sharding": dict.fromkeys(SHARDED, "none")}, {}, "sharding.optimizer"),
         ((1, 2, 2), {}, {"engine": {"name": "deepspeed"}}, "engine=deepspeed"),
         ((1, 2, 2), {}, {"engine": {"compile": True}}, "engine.compile"),
         ((1, 2, 2), {}, {"optimizer_state": "8bit"}, "train.optimizer_state"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.engines.fsdp_world import run_world
-from tests.engines.test_parts import ACTS8, MIXED, VOCAB, batch, configured, made
+from tests.engines.test_parts import ACTS8, MIXED, VOCAB, batch, configured, made, same, train
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import Engine
-from zpp_lab.engines.build import build_plan
+from zpp_lab.engines.build import build_engine
 from zpp_lab.engines.fsdp.base import own_rows
 from zpp_lab.engines.fsdp.engine import FsdpEngine
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.virtual.engine import VirtualEngine
-from zpp_lab.models.cut import build_parts
+from zpp_lab.runs.checkpoint.read import Saved
+from zpp_lab.runs.checkpoint.write import Checkpoints
 
 Q8 = {"bits": 8, "block_size": 32}
 BF16 = {"param_dtype": "bf16"}
@@ -49,9 +51,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | ACTS8,
         BF16,
     ),
+    "states": (ACTS8, {**BF16, "optimizer_state": "bf16"}),
     "node": ({"shard": "node"} | ACTS8, BF16),
 }
 FAST = {(1, 4, 2): ("mixed", "raw_bf16"), (1, 2, 2): ("acts8",)}
+SHAPE = (1, 4, 2)
 SOME_NODES = ("zeropp", "differences", "node")  # need several nodes with several GPUs of a cell
 
 
@@ -63,11 +67,9 @@ def settings(case: str, shape: tuple[int, int, int], name: str) -> Config:
 
 
 def real(case: str, shape: tuple[int, int, int]) -> FsdpEngine:
-    part = dist.get_rank() % shape[2]
-    config = settings(case, shape, "virtual")
-    model = build_parts(config.model, VOCAB, shape[2], "meta")[part]
-    plan = build_plan(model, config)  # that does not depend on the engine
-    return FsdpEngine(model, plan, settings(case, shape, "fsdp"), torch.device("cpu"))
+    engine = build_engine(settings(case, shape, "fsdp"), VOCAB, torch.device("cpu"))
+    assert isinstance(engine, FsdpEngine)
+    return engine
 
 
 def run(engine: Engine, readers: int) -> list[Any]:
@@ -138,6 +140,49 @@ def sizes(shape: tuple[int, int, int]) -> int:
 def test_real_parts_have_the_virtual_ones_bits(shape: tuple[int, int, int]) -> None:
     said = run_world(sizes(shape), compare, shape, list(FAST[shape]))
     assert said == dict.fromkeys(FAST[shape], "")
+
+
+def shared(folder: str, keep: int) -> Checkpoints:
+    return Checkpoints(Path(folder), keep, shared=True)
+
+
+def written(folder: str) -> dict[str, bool]:
+    """A run of two readers and two parts saves, goes on, and others read what it saved."""
+    torch.use_deterministic_algorithms(True)
+    first, store = real("mixed", SHAPE), shared(folder, keep=2)
+    start = made((1, 4, 1), {}, **BF16)
+    train(start, 0, 1)
+    before = start.state_dict()
+    first.load_state_dict(before)
+    store.save(1, first.state_dict())
+    store.wait()
+    dist.barrier()
+    back = Saved(store.path(1)).state()
+    found = {"the same tensors": same({k: back[k] for k in before}, before)}
+    steps(first, 1, 3)
+    store.save(3, first.state_dict())
+    store.wait()
+    dist.barrier()
+    undisturbed, saved = steps(first, 3, 5), Saved(store.path(3))
+    other, twin = real("mixed", SHAPE), made(SHAPE, CASES["mixed"][0], **CASES["mixed"][1])
+    found["step"] = other.load_checkpoint(saved) == 3
+    twin.load_state_dict(saved.state())
+    found["goes on"] = steps(other, 3, 5) == undisturbed == steps(twin, 3, 5)
+    whole = made((1, 2, 1), {}, **BF16)
+    whole.load_state_dict(saved.state())
+    found["whole"] = same(whole.state_dict(), saved.state())
+    return found
+
+
+def steps(engine: Engine, first: int, last: int) -> list[tuple[float, float]]:
+    done = [engine.step(s, 1e-2, partial(batch, s), False) for s in range(first, last)]
+    return [(r.loss, r.grad_norm) for r in done]
+
+
+def test_checkpoints_hold_whole_tensors_whatever_the_parts(tmp_path: Path) -> None:
+    said = run_world(4, written, str(tmp_path))
+    assert all(said.values()), said
+    assert len(said) == 4
 
 
 @pytest.mark.slow

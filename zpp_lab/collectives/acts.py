@@ -145,7 +145,7 @@ class Parts:
         return outs
 
     def raw(self, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
-        """fp32 values of these parts → those of all parts, [tp, *], for each of them."""
+        """Values of these parts → those of all parts, [tp, *], for each of them."""
         tp = self.plan.tp
         if self.transport is None:
             self._count(TP_RAW, None, xs[0].nbytes)
@@ -155,7 +155,7 @@ class Parts:
         leg = self.transport.gathering(payload, "world", f"{TP_RAW} of {place} (tensor parts)")
         leg.room.copy_(own.contiguous().view(-1).view(torch.uint8))
         self._count(TP_RAW, leg.send(), own.nbytes)
-        return [payload.view(torch.float32).view(tp, *own.shape)]
+        return [payload.view(own.dtype).view(tp, *own.shape)]
 
     def sum(self, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
         """Sum fp32 values over all parts in their order, from +0, for each of these parts."""

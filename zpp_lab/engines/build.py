@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zpp_lab.collectives.acts import PartsPlan
@@ -60,7 +61,7 @@ def build_engine(config: Config, vocab_size: int, device: torch.device) -> Engin
     if config.engine.name == "fsdp":
         from zpp_lab.engines.fsdp.engine import FsdpEngine
 
-        model = _model(config, vocab_size, "meta")
+        model = _model(config, vocab_size, "meta", dist.get_rank())
         return FsdpEngine(model, build_plan(model, config), config, device)
     if config.engine.name == "deepspeed":
         from zpp_lab.engines.deepspeed.engine import DeepSpeedEngine
@@ -84,12 +85,16 @@ def check_axes(config: Config) -> None:
         return
     length = config.data.seq_len
     for ok, what in (
-        (engine.name == "virtual", f"engine={engine.name}: use engine=virtual"),
+        (engine.name != "deepspeed", "engine=deepspeed: use engine=fsdp"),
         (config.task == "text", f"task={config.task}: use task=text"),
         (not engine.compile, "engine.compile=true: use false"),
         (not Residence.of(config).masters, "master weights in host memory: leave it out"),
         (train.masters == "fp32", f"train.masters={train.masters}: use fp32"),
         (train.optimizer_state != "8bit", "train.optimizer_state=8bit: use fp32 or bf16"),
+        (
+            config.recipe.parts[2] != "none",
+            f"recipe.{config.recipe.setting('optimizer')}: use node or world",
+        ),
         (not config.recipe.remembers, "memory.kind=residual: leave it out"),
         (train.param_dtype != "fp16", "train.param_dtype=fp16: use bf16"),
         (length % cluster.tp == 0, f"data.seq_len={length}: use a multiple of it"),
@@ -110,9 +115,12 @@ def check_engine(config: Config) -> None:
         deepspeed_settings(config)
 
 
-def _model(config: Config, vocab_size: int, device: str) -> Any:
+def _model(config: Config, vocab_size: int, device: str, rank: int | None = None) -> Any:
+    """Build the whole model, or with tensor parts that of `rank`; None: all of them, joined."""
     if config.cluster.tp > 1:
         parts = build_parts(config.model, vocab_size, config.cluster.tp, device, config.seed)
+        if rank is not None:
+            return parts[config.cluster.place(rank)["tp"]]
         parts[0].join(parts, None)
         return parts[0]
     model = build_model(config.model, vocab_size, device=device, seed=config.seed)

@@ -6,10 +6,14 @@ no collective of torch's runs between them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from zpp_lab.collectives.acts import Parts
 from zpp_lab.collectives.context import Clock
@@ -18,8 +22,11 @@ from zpp_lab.collectives.plan import Bytes, Leg, Plan, add_bytes, leg_bytes
 from zpp_lab.collectives.transport import ProcessGroups
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.cluster import CELL, ClusterConfig
+from zpp_lab.engines.fsdp.base import own_rows
 from zpp_lab.engines.fsdp.mesh import Ranks
-from zpp_lab.models.cut import PartLlama
+from zpp_lab.engines.optim.shards import local
+from zpp_lab.models.cut import ROWS, PartLlama, cut_dim, part_state
+from zpp_lab.runs.checkpoint.read import Rows, State
 
 
 def cell_of(cluster: ClusterConfig, device: torch.device) -> Ranks | None:
@@ -45,7 +52,7 @@ class OwnPart:
         among = ProcessGroups(ClusterConfig(1, cluster.tp), watchdog, ranks)
         self.parts = Parts(plan.parts, clock, Ledger(), among)
         self.parts.rank, self.part = dist.get_rank() // cluster.tp, among.rank
-        self.world = cluster.world
+        self.world, self.tp, self.shards = cluster.world, cluster.tp, plan.recipe.shards
         every = [p for unit in plan.units for p in unit.unit.parameters]
         self.shared = {p.name: p.shard_numel for p in every if p.parts == 1}
         model.join((model,), self.parts)
@@ -76,6 +83,45 @@ class OwnPart:
         """Return the gradients whose squares this rank adds to the norm."""
         return {n: g for n, g in grads.items() if self.part == 0 or n not in self.shared}
 
+    def to_save(self, state: State) -> State:
+        """Return what this rank writes of its cell's state: rows of whole tensors."""
+        with self.parts.uncounted():
+            return _mapped(state, self._saved)
+
+    def to_read(self, state: State) -> State:
+        """Return where whole tensors are read into."""
+        return _mapped(state, self._region)
+
+    def of_whole(self, state: State) -> State:
+        """Return this part's share of the whole model's state."""
+        return part_state(state, self.tp, self.part)
+
+    def _region(self, name: str, tensor: Tensor) -> Any:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        shape, own, reader = tuple(tensor.shape), local(tensor), self.parts.rank
+        first, _ = own_rows(shape, self.shards, reader % self.shards)
+        dim, writes = cut_dim(name) if len(shape) > 1 else None, reader < self.shards
+        if dim is None:
+            return Rows(shape, first, own, writes=writes and self.part == 0)
+        whole = tuple(n * self.tp if i == dim else n for i, n in enumerate(shape))
+        if dim == ROWS:
+            return Rows(whole, self.part * shape[0] + first, own, writes=writes)
+        left = self.part * shape[1]
+        return Rows(whole, first, own, slice(left, left + shape[1]), writes)
+
+    def _saved(self, name: str, tensor: Tensor) -> Any:
+        """Files hold whole rows: parts cut by columns swap theirs, and each writes some rows."""
+        region = self._region(name, tensor)
+        if not isinstance(region, Rows) or region.columns is None or not region.numel():
+            return region
+        (every,) = self.parts.raw(f"{name}, to be saved", [region.tensor.contiguous()])
+        rows = every.transpose(0, 1).flatten(1, 2)
+        each = -(-len(rows) // self.tp)
+        low, high = (min(len(rows), each * n) for n in (self.part, self.part + 1))
+        own = rows[low:high].contiguous()
+        return Rows(region.shape, region.first + low, own, writes=region.writes)
+
     def every(self, cell: Bytes) -> Bytes:
         """Return what all ranks have sent, where those of a cell sent `cell`. LedgerError where
         parts exchanged something else than planned."""
@@ -85,3 +131,13 @@ class OwnPart:
         ledger.check(planned)
         add_bytes(planned, cell, self.parts.plan.tp)
         return planned
+
+
+def _mapped(state: State, make: Callable[[str, Tensor], Any]) -> State:
+    """Apply `make` to a state's tensors by parameter name."""
+
+    def each(named: State) -> State:
+        return {name: make(name, tensor) for name, tensor in named.items()}
+
+    kinds = {kind: each(named) for kind, named in state.items() if kind != "optimizer"}
+    return kinds | {"optimizer": {key: each(named) for key, named in state["optimizer"].items()}}

@@ -16,7 +16,7 @@ in the same order, so all have the same loss, and backward needs no exchange but
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -238,6 +238,31 @@ def part_of(name: str, value: Tensor, tp: int, part: int) -> Tensor:
     """Return a part of a whole parameter, or of a tensor of its shape."""
     dim = cut_dim(name) if value.ndim > 1 else None
     return value if dim is None else value.chunk(tp, dim)[part]
+
+
+def merged_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join the states of all tensor parts' cells into the whole model's."""
+    first = states[0]
+    optimizer = {
+        key: {name: merged(name, [s["optimizer"][key][name] for s in states]) for name in named}
+        for key, named in first["optimizer"].items()
+    }
+    found: dict[str, Any] = {"weights": {}, "optimizer": optimizer}
+    for kind in ("weights", "kept"):
+        if kind in first:
+            found[kind] = {n: merged(n, [s[kind][n] for s in states]) for n in first[kind]}
+    return found
+
+
+def part_state(state: dict[str, Any], tp: int, part: int) -> dict[str, Any]:
+    """Return a tensor part's share of the whole model's state."""
+
+    def own(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: part_of(name, value, tp, part) for name, value in named.items()}
+
+    optimizer = {key: own(named) for key, named in state["optimizer"].items()}
+    kept = {"kept": own(state["kept"])} if "kept" in state else {}
+    return {"weights": own(state["weights"]), "optimizer": optimizer, **kept}
 
 
 # ---------------------------------------------------------------------- nodes of the graph

@@ -232,8 +232,10 @@ class Trainer:
         if self.config.run.until is None:
             return 0.0
         units = [u.unit for u in engine.plan.units]
-        numel = sum(p.parts * p.numel for u in units for p in u.parameters if p.name in u.trainable)
-        own = numel // engine.plan.recipe.shards if self.config.engine.name == "fsdp" else numel
+        mine = self.config.engine.name == "fsdp"
+        trained = (p for u in units for p in u.parameters if p.name in u.trainable)
+        numel = sum(p.numel if mine else p.parts * p.numel for p in trained)
+        own = numel // engine.plan.recipe.shards if mine else numel
         return max(self.checkpoints.took, writing_seconds(own, self.train.optimizer_state))
 
     def _saves(self, done: int) -> bool:

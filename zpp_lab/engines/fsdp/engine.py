@@ -130,7 +130,13 @@ class FsdpEngine(Engine):
         passing = self.residence.moments_pass
         self.optimizer = adamw(self.parameters, config.optimization, config.seed, passing, low)
         self.state = EngineState(
-            self.wrapped, self.parameters, self.masters, self.kept, self.optimizer, self.base
+            self.wrapped,
+            self.parameters,
+            self.masters,
+            self.kept,
+            self.optimizer,
+            self.base,
+            self.parts,
         )
         static = bool(getattr(model, "same_every_step", False))
         graph = config.engine.graph, obstacle(device, self.residence.offloads, static)

@@ -23,6 +23,7 @@ from zpp_lab.engines.optim.build import (
     zero_state,
 )
 from zpp_lab.engines.optim.shards import local
+from zpp_lab.engines.parts import OwnPart
 from zpp_lab.runs.checkpoint.read import Saved
 
 State = dict[str, Any]
@@ -39,9 +40,11 @@ class EngineState:
         kept: Kept,
         optimizer: AdamW,
         base: FrozenBase,
+        parts: OwnPart | None = None,
     ) -> None:
         self.wrapped, self.parameters, self.kept = wrapped, parameters, kept
         self.masters, self.optimizer, self.base = masters, optimizer, base
+        self.parts = parts
         self.rank, self.shards = wrapped.memories.ranks[0], wrapped.plan.recipe.shards
 
     def updates(
@@ -70,7 +73,8 @@ class EngineState:
     def save(self) -> State:
         """Sharded weights (DTensors), and the optimizer's state, both by parameter name."""
         base = {"base": dict(self.base.marks)} if self.base.marks else {}
-        return self._now(self.kept.state()) | base
+        state = self._now(self.kept.state()) | base
+        return self.parts.to_save(state) if self.parts is not None else state
 
     def _now(self, kept: Mapping[str, DTensor]) -> State:
         memories, group = self.wrapped.memories.state(), self.kept.group
@@ -88,6 +92,8 @@ class EngineState:
         differing = sorted(set(self.parameters) ^ set(state["weights"]))
         if differing:
             raise ValueError(f"the checkpoint is of another model; {differing[0]} differs")
+        if self.parts is not None:
+            state = self.parts.of_whole(state)
         check_marks(self.base.marks, state.get("base", {}))
         kept = state["optimizer"]
         dtypes = {k: {n: t.dtype for n, t in named.items()} for k, named in kept.items()}
@@ -117,7 +123,8 @@ class EngineState:
         """Read this rank's part of a checkpoint for which `make_room` has been called."""
         state, there = self._now(self.kept.remembered()), saved.kept_names
         state["kept"] = {n: t for n, t in state.get("kept", {}).items() if n in there}
-        agreed(lambda: saved.read_into(state))
+        into = self.parts.to_read(state) if self.parts is not None else state
+        agreed(lambda: saved.read_into(into))
         self.kept.loaded(there)
 
     def make_room(self, saved: Saved, memories: Iterable[str] | None, device: torch.device) -> None:

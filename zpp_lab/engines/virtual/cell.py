@@ -33,7 +33,6 @@ from zpp_lab.engines.optim.build import (
 from zpp_lab.engines.virtual.passes import Grads
 from zpp_lab.engines.virtual.reduction import Reduction, together
 from zpp_lab.engines.watch import Watch
-from zpp_lab.models.cut import merged, part_of
 
 
 class Cell:
@@ -275,28 +274,3 @@ class Cell:
             for name, value in self._remembered().items():
                 if name in kept:  # another recipe's state may lack it: then the master, rounded
                     value.copy_(kept[name])
-
-
-def merged_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join the states of all tensor parts' cells into the whole model's."""
-    first = states[0]
-    optimizer = {
-        key: {name: merged(name, [s["optimizer"][key][name] for s in states]) for name in named}
-        for key, named in first["optimizer"].items()
-    }
-    found: dict[str, Any] = {"weights": {}, "optimizer": optimizer}
-    for kind in ("weights", "kept"):
-        if kind in first:
-            found[kind] = {n: merged(n, [s[kind][n] for s in states]) for n in first[kind]}
-    return found
-
-
-def part_state(state: dict[str, Any], tp: int, part: int) -> dict[str, Any]:
-    """Return a tensor part's share of the whole model's state."""
-
-    def own(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: part_of(name, value, tp, part) for name, value in named.items()}
-
-    optimizer = {key: own(named) for key, named in state["optimizer"].items()}
-    kept = {"kept": own(state["kept"])} if "kept" in state else {}
-    return {"weights": own(state["weights"]), "optimizer": optimizer, **kept}

@@ -37,10 +37,10 @@ from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepRes
 from zpp_lab.engines.fsdp.prefetch import Usage
 from zpp_lab.engines.rollout import Policy, check_mark, eager
 from zpp_lab.engines.units import named_units, with_root
-from zpp_lab.engines.virtual.cell import Cell, merged_state, part_state
+from zpp_lab.engines.virtual.cell import Cell
 from zpp_lab.engines.virtual.passes import Grads, Passes
 from zpp_lab.engines.watch import Watch, gathered_in_vain
-from zpp_lab.models.cut import PartLlama, cut_dim
+from zpp_lab.models.cut import PartLlama, cut_dim, merged_state, part_state
 from zpp_lab.models.loss import token_scores
 from zpp_lab.models.objective import objective
 

@@ -10,6 +10,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -55,6 +56,25 @@ class SavedWeights(Protocol):
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Return rows [first, last) of a weight on the CPU, fp32; others are not read."""
         ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows from `first` on of a whole tensor of `shape`, or these `columns` of them: what a rank
+    has of a tensor that is cut along both dimensions. `writes`: whether this rank saves them."""
+
+    shape: tuple[int, ...]
+    first: int
+    tensor: Tensor
+    columns: slice | None = None
+    writes: bool = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def numel(self) -> int:
+        return self.tensor.numel()
 
 
 class Ranks:
@@ -172,11 +192,18 @@ class Saved:
 
         def fill(name: str) -> None:
             (first, last, _), own = own_rows(wanted[name]), local(wanted[name]).detach()
+            columns = getattr(wanted[name], "columns", None)  # of `Rows`
             if not other or not name.startswith("weights."):
-                self._fill(name, first, own)
+                if columns is None:
+                    self._fill(name, first, own)
+                    return
+                rows = torch.empty(len(own), *wanted[name].shape[1:], dtype=own.dtype)
+                self._fill(name, first, rows)
+                own.copy_(rows[:, columns])
                 return
             weight = name.removeprefix("weights.")
-            values = self.rows(weight, first, last).view(own.shape)
+            values = self.rows(weight, first, last)
+            values = values.view(own.shape) if columns is None else values[:, columns]
             if weight not in planes:
                 own.copy_(values)
                 return
@@ -262,6 +289,8 @@ def flat(state: State, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def local(tensor: Any) -> Tensor:
     """Return this rank's rows of it."""
+    if isinstance(tensor, Rows):
+        return tensor.tensor
     return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
@@ -273,6 +302,8 @@ def _is_sharded(tensor: Any) -> bool:
 def own_rows(tensor: Any) -> tuple[int, int, bool]:
     """Return which rows of a whole tensor this rank has, [first, last), and whether it is the first
     rank that has them. Of a tensor without dimensions there is one."""
+    if isinstance(tensor, Rows):
+        return tensor.first, tensor.first + len(tensor.tensor), tensor.writes
     rows, first_to_have = (tensor.shape[0] if tensor.ndim else 1), True
     found = (0, rows)
     if _is_sharded(tensor):

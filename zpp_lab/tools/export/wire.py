@@ -48,13 +48,14 @@ class WireWeights:
 
     def _after(self, done: int) -> Recipe:
         """Of the step after `done` steps."""
-        if self.config.cluster.tp > 1 and self.config.recipe.coded:
-            raise ValueError(
-                f"cluster.tp={self.config.cluster.tp}: weights as the wires of tensor parts bring "
-                "them are not exported yet: take the master weights"
-            )
         config, dtypes = self.config, (self.dtype, DTYPES[self.config.train.reduce_dtype])
-        return Recipe(config.at(done).recipe, config.cluster.dp, *dtypes)
+        made = Recipe(config.at(done).recipe, config.cluster.dp, *dtypes)
+        if config.cluster.tp > 1 and any(made.asks(wire) for wire in (FORWARD, UPDATE)):
+            raise ValueError(
+                f"cluster.tp={config.cluster.tp}: quantized weights of tensor parts are not "
+                "decoded yet: take the master weights"
+            )
+        return made
 
     @property
     def dtype(self) -> torch.dtype:

@@ -54,7 +54,7 @@ def _memory_need(config: Config) -> Needed | None:
 
     if config.engine.name == "virtual":
         return Needed(virtual_bytes(config), at_least=True)
-    if config.engine.name == "deepspeed":
+    if config.engine.name == "deepspeed" or config.cluster.tp > 1:  # no estimate knows parts
         return None
     return Needed(estimate(plan_of(config), config, vocabulary(config)).peak, each=True)
 
@@ -73,7 +73,7 @@ def _host_bytes(config: Config) -> int | None:
 
     if config.engine.name == "virtual":
         return 2 * virtual_bytes(config)
-    if config.engine.name == "deepspeed":
+    if config.engine.name == "deepspeed" or config.cluster.tp > 1:
         return None
     if config.engine.device != "cpu":
         return estimate(plan_of(config), config, vocabulary(config)).host
