@@ -7,7 +7,7 @@ Between pieces each part has its slice of the tokens, batch and length as one di
 The same code runs one part, in a process of its own, and all parts in one process: `lanes` are the
 parts that are here, and every tensor is a list of one for each. `Exchanges` moves what parts
 exchange; gathers and scatters are nodes of the graph over all lanes, so that all of them go through
-backward together. x enters a piece through one node, so its gradients are added in one order.
+backward together. A piece uses x twice, so its gradient is one sum, in any order the same.
 
 The loss of a token follows from three numbers of each part: its largest logit, its sum of
 exponentials relative to that, and the target's logit where the part has it. All parts add them up
@@ -186,7 +186,6 @@ class PartBlock(Block):
     def _piece(self, xs: Sequence[Tensor], name: str) -> tuple[Tensor, ...]:
         model, place = self.model["of"], f"{self.place}.{name}"
         assert model.exchanges is not None
-        xs = [x.view_as(x) for x in xs]
         normed = [getattr(b, f"{name}_norm")(x) for b, x in zip(self.lanes, xs, strict=True)]
         every = gather(model.exchanges, place, normed)
         rows = (x.view(*model.shape, -1) for x in every)
