@@ -19,6 +19,7 @@ from zpp_lab.study.words import (
     NOTHING,
     gap_cell,
     gap_text,
+    in_unit,
     margin_nats,
     nats,
     number,
@@ -194,7 +195,7 @@ def console_table(result: StudyResult) -> str:
     sent = sent_column(result)
     chosen = ["Arm", "Verdict", "Gap (nats)", BAND_COLUMN, READOUT, sent, "Seeds"]
     rows = [{key: row[key] for key in chosen if key in row} for row in verdict_rows(result)]
-    heads = ["Bytes" if key == sent else key for key in rows[0]]
+    heads = [in_unit(result, "Bytes" if key == sent else key) for key in rows[0]]
     parts = [text_table(heads, [list(row.values()) for row in rows], left=2)]
     parts.append(margin_line(result))
     parts[-1] += f" Bytes: a step's {SENT[sent]}, as a share of the baseline's."
