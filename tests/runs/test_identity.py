@@ -81,6 +81,14 @@ def test_what_config_yaml_records_of_wires_is_shown_in_words() -> None:
     assert shown_config(every_setting(compose(words)))["wires"]["weights_forward"] == "8/3>4/3"
 
 
+def test_tags_name_tensor_parts_and_the_bits_between_them() -> None:
+    shape = ["cluster=1x4", "cluster.tp=2"]
+    assert "cluster=1x4 tp2" in tags(every_setting(compose(shape)))
+    found = tags(every_setting(compose([*shape, "recipe.acts.bits=8"])))
+    assert any(tag.startswith("acts=8") for tag in found)
+    assert "cluster=2x2" in tags(every_setting(compose(["cluster=2x2"])))
+
+
 def test_the_jobs_of_a_sweep_share_its_folders_name(tmp_path: Path) -> None:
     folder = tmp_path / "sweep-1" / "bits=4" / "seed1"
     folder.mkdir(parents=True)

@@ -87,11 +87,17 @@ def tags(config: Mapping[str, Any]) -> list[str]:
     named = {
         "recipe": arm_name(config),  # as it is: a baseline's tag on 4 bits would mislead
         **{tag: "+".join(dict.fromkeys(sent[tag])) for tag in _TAGS if tag in sent},
-        "cluster": f"{cluster.get('nodes')}x{cluster.get('gpus_per_node')}" if cluster else None,
+        "cluster": _shape(cluster) if cluster else None,
         "engine": engine.get("name"),
     }
     own = own_tags(_section(config, "tracking"))
     return [*own, *(within(_TAG, f"{key}={value}") for key, value in named.items() if value)]
+
+
+def _shape(cluster: Mapping[str, Any]) -> str:
+    """Name a cluster: "1x4", with two tensor parts "1x4 tp2"."""
+    parts = f" tp{cluster['tp']}" if cluster.get("tp", 1) > 1 else ""
+    return f"{cluster.get('nodes')}x{cluster.get('gpus_per_node')}{parts}"
 
 
 def codec_labels(config: Mapping[str, Any]) -> dict[Wire, str]:
