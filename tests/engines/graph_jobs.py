@@ -227,6 +227,21 @@ def not_finite(runs: Runs, config: Config) -> list[Any]:
     return [said[0] == said[1] and not differs(([], [], left[0]), ([], [], left[1])), replays]
 
 
+def made_once(runs: Runs, config: Config) -> list[int]:
+    """How often eight steps, whose last names the next, have each batch made; replays."""
+    engine, counts = runs.engine(config, "auto"), [0] * 9
+
+    def batches(step: int, rank: int, micro: int) -> tuple[Tensor, ...]:
+        counts[step] += micro == 0
+        return batch(step, rank, micro)
+
+    for step in range(8):
+        given = partial(batches, step), partial(batches, step + 1)
+        engine.step(step, 1e-2, given[0], False, given[1])
+    engine.graph.drop()
+    return [*counts, engine.graph.replays]
+
+
 def often(runs: Runs, config: Config, every: int) -> int:
     """Replays of twelve steps with telemetry in each so many."""
     engine = runs.engine(config, "auto")
@@ -245,6 +260,7 @@ def hindered(nodes: int, local: int) -> dict[str, Any]:
         found: dict[str, Any] = {"one rank differs": one_rank_differs(runs, config)}
         found["one rank differs ahead"] = one_rank_differs(runs, made("zeropp", nodes, local))
         found["not finite"] = not_finite(runs, made("zeropp", nodes, local))
+        found["made once"] = made_once(runs, made("zeropp", nodes, local))
         for at in ("forward", "backward", "end", "transfer"):
             found[at] = fails(runs, config, at, fake=fake)
         found["wanted"] = fails(runs, config, "end", True, fake)

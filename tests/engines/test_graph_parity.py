@@ -70,6 +70,11 @@ def test_a_step_launched_behind_one_that_is_not_finite_leaves_nothing(
     assert replays > 4
 
 
+def test_batches_of_a_step_are_made_once(found: dict[str, Any]) -> None:
+    """Also by steps before a graph is there, which launch nothing."""
+    assert found["made once"] == [*[1] * 9, 7]
+
+
 @pytest.mark.parametrize("at", ["forward", "backward", "end"])
 def test_all_ranks_stay_eager_where_one_cannot_capture(at: str, found: dict[str, Any]) -> None:
     """FSDP2 was in the middle of a step, or at its end."""

@@ -210,9 +210,9 @@ class FsdpEngine(Engine):
         read = self._read(fold_sum(losses.flatten()) / losses.numel(), norm)
         laps.done("norm")
         self._update(step, lr, norm, sent, watch)
-        laps.done("update")
         if ahead is not None and step + 1 not in self.plans and not self.memories.new:
-            self.launched = self.graph.ahead(step + 1, self._own(ahead))
+            self.launched = self.graph.ahead(step + 1, partial(self._own, ahead))
+        laps.done("update")
         loss, length = read()
         if not math.isfinite(length):
             self.launched = None

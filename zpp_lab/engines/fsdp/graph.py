@@ -206,10 +206,10 @@ class StepGraph:
         self.put_back()
         return launched
 
-    def ahead(self, step: int, batches: Sequence[Batch]) -> Launched | None:
+    def ahead(self, step: int, batches: Callable[[], Sequence[Batch]]) -> Launched | None:
         """Launch a step behind the one before, if that was replayed and nothing else will be asked
-        for in between; `put_back` is due when it is its turn."""
-        return self._launch(step, batches) if self.ready and self._there else None
+        for in between; `put_back` is due when it is its turn. `batches`: makes the step's."""
+        return self._launch(step, batches()) if self.ready and self._there else None
 
     @property
     def _there(self) -> bool:
