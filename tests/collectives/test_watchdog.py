@@ -23,6 +23,19 @@ def test_names_the_transfer_that_hangs() -> None:
     assert said[0].startswith("grads_intra of unit layers.3 (local) has not finished after 0.2 s")
 
 
+def test_the_time_of_a_transfer_behind_another_begins_after_that() -> None:
+    watchdog = Watchdog(600.0, lambda message: None)
+    watchdog.stop.set()  # the test looks by itself
+    with watchdog.watch("one", CPU) as one, watchdog.watch("two", CPU) as two:
+        one.began = two.began = -1000.0 + two.began
+        assert watchdog.late() == "one"
+        one.ended = True
+        assert watchdog.late() is None
+        watchdog.moved -= 1000.0
+        assert watchdog.late() == "two"
+    watchdog.close()
+
+
 def test_finished_and_failed_transfers_are_forgotten() -> None:
     watchdog = Watchdog(600.0, lambda message: None)
     with watchdog.watch("one", CPU):

@@ -147,6 +147,7 @@ class Watchdog:
         self.begun, self.failed = 0, ""  # transfers so far; what befell the first that failed
         self.flying: deque[Watch] = deque()
         self.spare: deque[torch.cuda.Event] = deque()  # of transfers that have finished
+        self.moved = 0.0  # when the last of them was seen to have
         self.stop = threading.Event()
         _ALL.add(self)
         if seconds > 0:
@@ -174,10 +175,6 @@ class Watchdog:
 
     def _look(self) -> None:
         while not self.stop.wait(min(1.0, self.seconds / 4)):
-            while self.flying and self.flying[0].finished():
-                event = self.flying.popleft().event
-                if event is not None:
-                    self.spare.append(event)
             late = self.late()
             if late is not None:
                 self.stop.set()
@@ -188,11 +185,18 @@ class Watchdog:
                 )
 
     def late(self) -> str | None:
-        """The label of the oldest transfer, once it has taken too long."""
+        """The label of the oldest transfer, once it has taken too long. It may have been started
+        behind others: its time counts from when the one before it was seen to have finished."""
+        while self.flying and self.flying[0].finished():
+            event = self.flying.popleft().event
+            if event is not None:
+                self.spare.append(event)
+            self.moved = time.monotonic()
         if not self.flying:
             return None
         oldest = self.flying[0]
-        return str(oldest.label) if time.monotonic() - oldest.began > self.seconds else None
+        passed = time.monotonic() - max(oldest.began, self.moved)
+        return str(oldest.label) if passed > self.seconds else None
 
 
 @contextmanager
