@@ -6,6 +6,7 @@ import io
 import json
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import plan_of
 from zpp_lab.models import build_model
 from zpp_lab.runs.metrics import read, unmeasured
-from zpp_lab.train import speed
+from zpp_lab.train import speed, trainer
 from zpp_lab.train.speed import Meter, peak_flops, step_flops
 from zpp_lab.train.trainer import run
 
@@ -99,3 +100,38 @@ def test_a_profile_is_a_trace_of_each_process_and_changes_no_bit(
         assert named >= {"step 2", "step 3", "aten::mm"}
         assert not named & {"step 1", "step 4"}
     assert said.count("profile of steps 2 to 3") == said.count("memory snapshot") == 1
+
+
+def test_a_step_that_may_begin_early_is_named_and_timed_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that the trainer asks for comes between; the time between counts to the later one."""
+    build, log, named, clock = trainer.build_engine, trainer.Tracker.log, [], [0.0]
+
+    def built(*args: Any) -> Any:
+        engine = build(*args)
+        own = engine.step
+
+        def step(number: int, *args: Any) -> Any:
+            clock[0] += 10
+            named.extend([number + 1] if args[-1] is not None else [])
+            return own(number, *args)
+
+        engine.step = step
+        return engine
+
+    def logged(*args: Any) -> None:
+        clock[0] += 1
+        log(*args)
+
+    monkeypatch.setattr(trainer, "build_engine", built)
+    monkeypatch.setattr(trainer.Tracker, "log", logged)
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    # counted from 0: telemetry in 0 and 9; before 5 and 10 an evaluation, before 6 a checkpoint
+    words = ["eval_every=5", "checkpoint_every=6", "profile=3:4"]
+    config = small(tmp_path, *(f"train.{word}" for word in words), "tracking.telemetry_every=10")
+    run(config)
+    assert named == [1, 3, 7, 8, 11]  # the trace is of 2 and 3
+    rates = [row["tokens_per_second"] for row in read(tmp_path / "run" / "metrics.jsonl")]
+    fresh = {0, 6}  # the first, and the one after a checkpoint
+    assert rates == [config.tokens_per_step / (10 if i in fresh else 11) for i in range(12)]

@@ -177,12 +177,12 @@ class Trainer:
         record: Record = (tracker.last if tracker else None) or {}
         seconds, first = float(record.get("seconds", 0.0)), self.step + 1
         longest = evaluation = 0.0
+        began = time.perf_counter()
         while self.step < self.train.steps:
             ahead = self._ahead(longest, evaluation) + self._saving(engine)
             if self.signals.came or self.slice.over(ahead):
                 break
             self.profile.before(self.step + 1)
-            began = time.perf_counter()
             try:
                 result = self._step(engine, source, tracker)
             except RewardError:  # its author mends it, and resumes
@@ -204,13 +204,15 @@ class Trainer:
             if self._due(self.train.eval_every, self.step):
                 record |= self.readout.evaluate(self.step)
                 evaluation = max(evaluation, time.perf_counter() - began - passed)
-            seconds += time.perf_counter() - began
+            # what follows counts to the next step, which the engine may have begun
+            seconds, began = seconds + (now := time.perf_counter()) - began, now
             record |= {"seconds": seconds, **measured}
             if tracker is not None:
                 tracker.log(record)
             self._look_at_losses(record, result)
             if self._saves(self.step):
                 self._save(engine, tracker)
+                began = time.perf_counter()
         over = self.step < self.train.steps or self.signals.came  # also in the last step
         if self.saved < self.step and over:
             self._save(engine, tracker, to_go_on=True)
@@ -274,6 +276,8 @@ class Trainer:
         step, ahead = self.step, None
         batches = self.meter.timed(source.step(step), begun)
         between = self._saves(step + 1) or self._due(self.train.eval_every, step + 1)
+        profiled = self.train.profiled  # a trace holds these steps, whole, and no other
+        between |= (step + 1 in profiled) != (step + 2 in profiled)
         if source.ahead and not between and not self._looks(step + 1):
             ahead = self.meter.timed(source.step(step + 1), begun)
         return engine.step(step, lr, batches, self._looks(step), ahead)
