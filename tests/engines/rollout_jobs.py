@@ -256,11 +256,11 @@ def step_within(model: Any) -> None:
         local(managed(module)[0].sharded_param)[0] += 1.0
 
 
-def user_loops() -> dict[str, Any]:
+def user_loops(names: list[str]) -> dict[str, Any]:
     transport = ProcessGroups(ClusterConfig(2, 2), Watchdog(100.0))
     with patch("zpp_lab.api.connect", lambda *_: transport), redirect_stderr(StringIO()):
         found = {}
-        for name in USERS:
+        for name in names:
             every: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(every, [user_loop(name, True), user_loop(name, False)])
             found[name] = every

@@ -108,8 +108,17 @@ def test_bits_without_rollouts_are_an_error() -> None:
         build_plan(jobs.model_of(lone), lone, rollouts=True)
 
 
-def test_users_loops_generate_with_whole_weights() -> None:
-    found = run_world(4, jobs.user_loops)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["zero3", "zeropp", "differences"],
+        pytest.param(["ordered"], marks=pytest.mark.slow),
+    ],
+    ids=["most", "ordered"],
+)
+def test_users_loops_generate_with_whole_weights(names: list[str]) -> None:
+    found = run_world(4, jobs.user_loops, names)
+    assert [*found] == names
     for name, ranks in found.items():
         raw = "weights_rollout" not in jobs.USERS[name]
         for rolled, plain in ranks:
