@@ -18,6 +18,7 @@ from zpp_lab.config.schema import TrainConfig
 from zpp_lab.engines.optim import CompactAdamW, StateKind
 from zpp_lab.engines.optim import update as kernel
 from zpp_lab.engines.optim.build import AdamW, adamw, update
+from zpp_lab.engines.optim.shards import gradients as gradients_of
 from zpp_lab.engines.optim.states import noise_key, row_noise
 
 Masters = Literal["fp32", "split"]
@@ -106,7 +107,7 @@ def results(
         if isinstance(optimizer, CompactAdamW) and low:
             factor = torch.tensor(0.37, device=device) if step else None
             optimizer.begin(step, ok, factor)
-            optimizer.update(list(parameters.values()))
+            optimizer.update(gradients_of(optimizer))
         else:
             update(optimizer, step, ok)
     return kept(optimizer, parameters) + [t.cpu() for t in low.values()]

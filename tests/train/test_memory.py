@@ -374,3 +374,25 @@ def test_moments_in_host_memory_pass_some_at_a_time() -> None:
     assert late[0] - late[1] == moments
     assert there.at("update") == here.at("update") - moments + 2 * 2**28
     assert there.tensors < there.peak
+
+
+def test_what_is_placed_in_host_memory_leaves_the_gpu() -> None:
+    train = {"optimizer_state": "8bit", "masters": "split"}
+    here, there, some = (
+        big("13b", 2, train=train, engine={"place": place})
+        for place in ("device", "host", {"moments": 10, "gradients": 41})
+    )
+    low = there.item("master weights, low planes").most
+    assert low == pytest.approx(here.item("master weights, bf16 and rest").most / 2, rel=1e-3)
+    gradients = "gradients, bf16, in host memory"
+    assert there.item(gradients).most == pytest.approx(low, rel=1e-3)
+    assert some.item(gradients).most == there.item(gradients).most
+    moments = here.item("optimizer state, 8bit").most
+    assert there.item("optimizer state, 8bit").most == pytest.approx(moments, rel=1e-3)
+    assert there.item("optimizer state, 8bit").place == "host"
+    assert 10 / 45 < some.item("optimizer state, 8bit, rest").most / moments < 10 / 40
+    assert there.item("state in transfer").most == 2 * 2**28
+    saved = here.at("late") - there.at("late")
+    waiting = there.item("gradients, leaving").most + 2 * 2**28
+    assert saved == pytest.approx(low + low + moments - waiting, rel=0.02)
+    assert there.host > here.host + 2 * low + 0.99 * moments

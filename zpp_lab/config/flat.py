@@ -33,6 +33,7 @@ FREE = (
     "tracking",
     "engine.threads",
     "engine.graph",
+    "engine.place",
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.checkpoint_weights_only",

@@ -1,37 +1,46 @@
-"""Where a rank's training state lies, by kind and unit, and what updates it.
+"""Where a rank's training state lies, by plane and unit, and what updates it.
 
-`engine.offload` and `train.optimizer_place` are short-hands for it. Whatever needs to know where
-something lies asks `Residence.of`, not the settings.
+`engine.place` says it by plane; `engine.offload` and `train.optimizer_place` are short-hands.
+Whatever needs to know where something lies asks `Residence.of`, not the settings.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from zpp_lab.config.schema import Config
+from zpp_lab.config.schema import Config, Plane
 
 Place = Literal["device", "host"]
+PLANES: tuple[Plane, ...] = get_args(Plane)
 EVERY = 2**31  # more units than a model has
 
 
 @dataclass(frozen=True)
 class Residence:
-    """How many units, the last ones, have each part of their state in host memory; 0: none."""
+    """How many units have each plane in host memory; 0: none. `masters`: with
+    train.masters=split their low planes. `waits`: whether a unit is updated before its next
+    forward, not at the end of the step."""
 
     masters: int = 0
     moments: int = 0
-    shards: int = 0  # in the dtype that is gathered, where they exist next to masters
     gradients: int = 0
     updates_on: Place = "device"
+    waits: bool = False
 
     @classmethod
     def of(cls, config: Config) -> Residence:
+        place, train = config.engine.place, config.train
         if config.engine.offload:
-            return cls(EVERY, EVERY, EVERY, EVERY, "host")
-        if config.train.optimizer_place == "host":
-            return cls(moments=EVERY)
-        return cls()
+            return cls(EVERY, EVERY, EVERY, "host")
+        if place == "device":
+            return cls(moments=EVERY if train.optimizer_place == "host" else 0)
+        # node-replicated weights leave for other nodes at the end of the step
+        waits = not (config.recipe.kept and config.cluster.nodes > 1)
+        if isinstance(place, dict):
+            masters, moments, grads = (place.get(plane, 0) for plane in PLANES)
+            return cls(masters, moments, grads, waits=waits)
+        return cls(EVERY if train.masters == "split" else 0, EVERY, EVERY, waits=waits)
 
     @property
     def offloads(self) -> bool:
@@ -39,6 +48,15 @@ class Residence:
         return self.updates_on == "host"
 
     @property
-    def moments_pass(self) -> bool:
-        """Whether moments come from host memory to be updated on the device."""
-        return self.moments > 0 and self.updates_on == "device"
+    def passes(self) -> bool:
+        """Whether something comes from host memory to be updated on the device."""
+        return not self.offloads and bool(self.masters or self.moments or self.gradients)
+
+    def far(self, units: int) -> dict[Plane, range]:
+        """Return which of a plan's units, of which the root is the last, have each plane in host
+        memory where the device updates it: the last blocks first, then the root."""
+        found: dict[Plane, range] = {}
+        for plane in PLANES:
+            count = 0 if self.offloads else min(getattr(self, plane), units)
+            found[plane] = range(max(0, units - 1 - count), units - (count < units))
+        return found

@@ -35,6 +35,7 @@ from zpp_lab.config.rl import RlConfig
 LEAST_HELDOUT, FEW_HELDOUT = 1_000, 10_000
 STUDY_HELDOUT = 2**21  # of a study on GPUs that does not say: 0.0007 nats, by the same
 
+Plane = Literal["masters", "moments", "gradients"]  # what engine.place places
 TrainDtype = Literal["fp32", "bf16", "fp16"]  # fp16: engine=deepspeed, which scales the loss
 
 
@@ -56,6 +57,10 @@ class EngineConfig:
     # itself (zero3 without `ordered`): NCCL may add in another order.
     blocks_per_unit: Positive = 1
     offload: bool = False  # fsdp: master weights and optimizer live in CPU memory
+    # fsdp: in which memory training state lies, with the same bits. host: moments, gradients and
+    # the low planes of masters of all units; or {plane: units}, the last blocks, then the root.
+    # They pass through the GPU, which updates a unit before its next forward.
+    place: Literal["device", "host"] | dict[Plane, Count] = "device"
     compile: bool = (
         False  # torch.compile of each block's forward; other bits, the same in all engines
     )
@@ -280,6 +285,7 @@ class Config:
             not (self.model.lora.on and self.engine.offload),
             "model.lora keeps its frozen base on the GPU: set engine.offload=false",
         )
+        self._check_place()
         half = "fp16" in (self.train.param_dtype, self.train.reduce_dtype)
         _need(
             not half or self.engine.name == "deepspeed",
@@ -332,6 +338,31 @@ class Config:
                 self.engine.name != "deepspeed",
                 "task=reward: engine=deepspeed is not supported; use engine=fsdp",
             )
+
+    def _check_place(self) -> None:
+        place, train = self.engine.place, self.train
+        if place == "device":
+            return
+        _need(
+            self.cluster.tp == 1,
+            f"engine.place={place}: tensor parts (cluster.tp={self.cluster.tp}) add up gradients "
+            "after they have landed; use cluster.tp=1 or engine.place=device",
+        )
+        other = "engine.offload=true" if self.engine.offload else "train.optimizer_place=host"
+        _need(
+            not self.engine.offload and train.optimizer_place == "device",
+            f"engine.place={place} and {other} both place training state: leave one of them out",
+        )
+        _need(
+            train.masters == "split" or train.optimizer_state != "fp32",
+            f"engine.place={place} needs train.masters=split, or train.optimizer_state=bf16 or "
+            "8bit: torch's AdamW keeps its state on the GPU",
+        )
+        _need(
+            place == "host" or train.masters == "split" or not place.get("masters"),
+            f"engine.place={place}: masters that the GPU gathers stay there whole; set "
+            "train.masters=split, of which the low planes can leave, or leave masters out",
+        )
 
     def _check_rl(self) -> None:
         rl, train = self.rl, self.train

@@ -14,6 +14,7 @@ from torch import nn
 from zpp_lab.codecs.layout import Parameter
 from zpp_lab.collectives.plan import Plan, Unit
 from zpp_lab.collectives.recipe import quantizes_any
+from zpp_lab.config.residence import Plane, Residence
 from zpp_lab.engines.optim.shards import local
 
 ROOT = "root"
@@ -131,3 +132,10 @@ def is_untouched(plan: Plan, ordered: bool) -> bool:
     plain = not config.secondary and not config.two_hops and config.order == "rank"
     asked = ordered or not plain or plan.recipe.kept or quantizes_any(plan.recipe)
     return plan.recipe.cluster.world == 1 or not asked
+
+
+def far_names(plan: Plan, residence: Residence) -> dict[Plane, frozenset[str]]:
+    """Return the parameters of which host memory has each plane where the device updates them."""
+    units = [[p.name for p in u.unit.parameters] for u in plan.units]
+    far = residence.far(len(units))
+    return {plane: frozenset(n for i in which for n in units[i]) for plane, which in far.items()}

@@ -123,8 +123,8 @@ def open_store(config: Config, folder: Path, device: torch.device) -> Checkpoint
         train.checkpoint_full_disk == "skip",
     )
     keep = max(1, train.keep_checkpoints)  # 0: none after the end
-    masters = Residence.of(config).masters
-    where = "cpu" if masters or engine.name == "deepspeed" else device
+    offloads = Residence.of(config).offloads
+    where = "cpu" if offloads or engine.name == "deepspeed" else device
     return Checkpoints(folder, keep, saving, engine.name in ("fsdp", "deepspeed"), where)
 
 

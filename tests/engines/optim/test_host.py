@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,8 +16,8 @@ from zpp_lab.engines.optim.states import StateKind
 
 def trained(kind: StateKind, place: str, halt: int = 6) -> list[torch.Tensor]:
     """Weights, then states; after `halt` steps the state goes through a checkpoint's form."""
-    train, far = TrainConfig(optimizer_state=kind), place == "host"
-    parameters = started(0, 1)
+    train, parameters = TrainConfig(optimizer_state=kind), started(0, 1)
+    far: Any = {"moments": parameters} if place == "host" else {}
     optimizer = adamw(parameters, train, 3, far)
     for step in range(6):
         if step == halt:
@@ -48,8 +50,9 @@ def test_a_gpu_has_the_same_bits(kind: StateKind, monkeypatch: pytest.MonkeyPatc
     weights = [torch.randn(512, 1024, device="cuda") for _ in range(9)]
     ends = []
     for place in ("device", "host"):
-        train, far = TrainConfig(optimizer_state=kind), place == "host"
+        train = TrainConfig(optimizer_state=kind)
         own = {str(i): torch.nn.Parameter(w.clone()) for i, w in enumerate(weights)}
+        far: Any = {"moments": own} if place == "host" else {}
         optimizer = adamw(own, train, 3, far)
         for step in range(5):
             if step == 3:

@@ -18,6 +18,7 @@ from zpp_lab.engines.optim.build import (
     set_rate,
     update,
 )
+from zpp_lab.engines.optim.shards import gradients
 
 
 def made(fused: bool) -> tuple[dict[str, nn.Parameter], torch.optim.AdamW]:
@@ -32,7 +33,7 @@ def made(fused: bool) -> tuple[dict[str, nn.Parameter], torch.optim.AdamW]:
 def step(parameters: dict[str, nn.Parameter], optimizer: torch.optim.AdamW, scale: float) -> None:
     for p in parameters.values():
         p.grad = p.detach() * scale
-    begin(optimizer, torch.tensor(scale).isfinite(), 0)([*parameters.values()])
+    begin(optimizer, torch.tensor(scale).isfinite(), 0)(gradients(optimizer))
 
 
 def snapshot(parameters: dict[str, nn.Parameter], optimizer: torch.optim.AdamW) -> list:

@@ -16,6 +16,7 @@ from zpp_lab.engines.optim.build import (
     optimizer_state,
     update,
 )
+from zpp_lab.engines.optim.shards import gradients as gradients_of
 from zpp_lab.engines.optim.states import StateKind, decode, encode
 
 SHAPES = {"wide": (5, 600), "uneven": (7, 53), "empty": (1, 300), "cube": (4, 5, 60), "norm": (9,)}
@@ -80,7 +81,7 @@ def step(
 ) -> None:
     for p in parameters.values():
         p.grad = p.detach() * scale
-    begin(optimizer, torch.tensor(ok), 5)([*parameters.values()])
+    begin(optimizer, torch.tensor(ok), 5)(gradients_of(optimizer))
 
 
 @pytest.mark.parametrize("kind", KINDS)

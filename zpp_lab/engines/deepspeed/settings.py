@@ -30,7 +30,10 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "random_signs": (None, False),
     "options": (None, {}),
 }
-_OURS = ("gather", "ordered", "prefetch", "blocks_per_unit", "offload", "compile", "transport")
+_OURS = (
+    *("gather", "ordered", "prefetch", "blocks_per_unit", "offload", "place", "compile"),
+    "transport",
+)
 
 
 def deepspeed_settings(config: Config, longest_vector: int = 0) -> dict[str, Any]:

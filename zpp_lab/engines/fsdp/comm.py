@@ -62,7 +62,11 @@ LEANS_ON = {
         *("_fsdp_param_groups|_fsdp_param_group", "_pre_forward", "_post_forward", "_lazy_init"),
         *("_state_ctx", "_comm_ctx"),  # for idle.py
     ),
-    "FSDPParamGroup": ("fsdp_params", "_init_mp_dtypes"),
+    "FSDPParamGroup": (
+        *("fsdp_params", "_init_mp_dtypes"),
+        # for resident.py
+        *("unshard", "wait_for_unshard", "_wait_all_gather_streams_on_event"),
+    ),
     "FSDPParam": (
         "sharded_param",
         # the rest for base.py

@@ -39,17 +39,17 @@ from zpp_lab.engines.fsdp.graph import Launched, StepGraph, obstacle
 from zpp_lab.engines.fsdp.kept import Kept
 from zpp_lab.engines.fsdp.masters import Masters
 from zpp_lab.engines.fsdp.prefetch import InVain, Laps, Prefetch, Usage
+from zpp_lab.engines.fsdp.resident import Resident
 from zpp_lab.engines.fsdp.rollout import all_agree, rolled_bytes, rolling, rollout_traffic
 from zpp_lab.engines.fsdp.sent import Sent
 from zpp_lab.engines.fsdp.state import EngineState
 from zpp_lab.engines.fsdp.watch import RankWatch, merged_telemetry, refuse
 from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
-from zpp_lab.engines.norm import squares
 from zpp_lab.engines.optim.build import adamw, set_rate
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.parts import OwnPart, cell_of
 from zpp_lab.engines.rollout import Policy, check_mark, eager
-from zpp_lab.engines.units import ROOT, named_units, with_root
+from zpp_lab.engines.units import ROOT, far_names, named_units, with_root
 from zpp_lab.engines.watch import gathered_in_vain
 from zpp_lab.models.loss import counted, token_scores
 from zpp_lab.models.objective import objective
@@ -89,7 +89,9 @@ class FsdpEngine(Engine):
         self.base = FrozenBase(model, plan)
         self.residence = Residence.of(config)
         cut = config.train.masters == "split"
-        self.masters = Masters(model, self.base.names, cut, self.shards, self.part)
+        self.far = far_names(plan, self.residence)
+        cut_shards = cut, self.shards, self.part
+        self.masters = Masters(model, self.base.names, *cut_shards, self.far["masters"])
         units = named_units(model, config.engine.blocks_per_unit)
         self.wrapped: Wrapped = wrap(
             model,
@@ -104,7 +106,8 @@ class FsdpEngine(Engine):
         )
         watchdog = self.transport.watchdog
         self.parts = OwnPart.joined(model, plan, config.cluster, self.wrapped.clock, watchdog)
-        self.wrapped.under_way.open = not self.residence.offloads
+        # gradients that go to host memory go as soon as they are reduced
+        self.wrapped.under_way.open = not self.residence.gradients
         building.done("sharding")
         self.root = cast(FSDPModule, model)
         start = self._initialize() if any(p.is_meta for p in model.parameters()) else None
@@ -127,8 +130,16 @@ class FsdpEngine(Engine):
         self.masters.keep(self.parameters)
         low = self.masters.low
         self.kept = Kept(self.wrapped.installed, self.parameters, group, low)
-        passing = self.residence.moments_pass
-        self.optimizer = adamw(self.parameters, config.optimization, config.seed, passing, low)
+        self.optimizer = adamw(self.parameters, config.optimization, config.seed, self.far, low)
+        self.resident = Resident(
+            dict(self.wrapped.by_name),  # type: ignore[arg-type]
+            self.parameters,
+            plan,
+            self.clock,
+            device,
+            self.far["gradients"],
+            self.residence.waits,
+        )
         self.state = EngineState(
             self.wrapped,
             self.parameters,
@@ -139,7 +150,7 @@ class FsdpEngine(Engine):
             self.parts,
         )
         static = bool(getattr(model, "same_every_step", False))
-        graph = config.engine.graph, obstacle(device, self.residence.offloads, static)
+        graph = config.engine.graph, obstacle(device, self.residence, static)
         self.graph = StepGraph(self._passes, self.wrapped, self.transport, *graph)
         self.launched: Launched | None = None  # the next step, if it is under way
         self.built = building.seconds
@@ -152,7 +163,7 @@ class FsdpEngine(Engine):
 
     def _initialize(self) -> Start | None:
         """Fill this rank's shards; returns where their rows came from."""
-        materialize(self.model, "cpu" if self.residence.masters else self.device)
+        materialize(self.model, "cpu" if self.residence.offloads else self.device)
         start: Start = self.model.start(self.config.seed)  # type: ignore[operator]
         rows = partial(own_rows, shards=self.shards, part=self.part)
         skip, put = self.base.names, self.masters.put
@@ -178,6 +189,7 @@ class FsdpEngine(Engine):
         """Prepare for anything but a usual step: a graph's memory, and what its steps have left in
         it, is given back."""
         self.launched = None  # it has changed nothing that lasts
+        self.resident.settle()
         self.wrapped.reshard()
         self.graph.interrupt()
 
@@ -198,7 +210,7 @@ class FsdpEngine(Engine):
         gradients = self._gradients(step, batches, watch)
         own, use = gradients.made
         fell_back = self.wrapped.fallbacks.check(self.config.engine.allow_fallback)
-        grads = self._grads()
+        grads = self.resident.grads()
         if self.parts is not None:
             self.parts.add_shared(grads)
         sent = self.sent.count(self.wrapped.plan, use, frozenset(grads), as_planned=not fell_back)
@@ -209,7 +221,7 @@ class FsdpEngine(Engine):
         losses, norm = self._totals(own, grads, gradients.odd)
         read = self._read(fold_sum(losses.flatten()) / losses.numel(), norm)
         laps.done("norm")
-        self._update(step, lr, norm, sent, watch)
+        self._update(step, lr, norm, sent, watch, grads)
         if ahead is not None and step + 1 not in self.plans and not self.memories.new:
             self.launched = self.graph.ahead(step + 1, partial(self._own, ahead))
         laps.done("update")
@@ -219,6 +231,7 @@ class FsdpEngine(Engine):
             if self.graph.misfit(gradients.odd):
                 self.rolled = rolled
                 return self.step(step, lr, batches, telemetry, ahead)
+            self.resident.drop()
             self._explain(step, batches)
         self.memories.commit(in_place=self.graph.step is not None)
         errors = None
@@ -255,6 +268,7 @@ class FsdpEngine(Engine):
     ) -> tuple[Tensor, StepUse]:
         """The same of this rank's batches, one a micro-step, on this very call."""
         self.wrapped.reshard()
+        self.resident.start()
         self.memories.start(step)
         for unit in self.wrapped.installed:
             unit.start_step()
@@ -281,6 +295,7 @@ class FsdpEngine(Engine):
         """One forward and backward of this rank; the loss."""
         self.usage.start()
         loss = objective(self.model, self._on_device(batch), self.config.rl)
+        self.resident.settle()
         self.laps.done("forward")
         if self.plan.gradients_wait:
             self.usage.taken().check_once()
@@ -310,17 +325,13 @@ class FsdpEngine(Engine):
             units = self.wrapped.installed
             return {u.plan.unit.name: tuple(map(frozenset, u.present.taken)) for u in units}
         # an untouched FSDP2 does not say which, or how often
-        absent = frozenset(n for n, p in self.parameters.items() if p.grad is None)
+        absent = frozenset(self.parameters.keys() - self.resident.grads().keys())
         return self.plan.all_used(absent).reduced
-
-    def _grads(self) -> dict[str, Tensor]:
-        """This rank's shards of the mean gradient by name, without padding."""
-        return {n: local(p.grad) for n, p in self.parameters.items() if p.grad is not None}
 
     def _totals(self, losses: Tensor, grads: dict[str, Tensor], odd: str) -> tuple[Tensor, Tensor]:
         """Losses fp64 [micro-steps, W], and the norm: alike on all ranks."""
         tp, mine = self.config.cluster.tp, self.parts.counted(grads) if self.parts else grads
-        own = torch.cat((losses, squares(mine, self.plan, self.device).view(1)))
+        own = torch.cat((losses, self.resident.squares(mine).view(1)))
         if odd:
             own.fill_(math.nan)  # so that no rank updates anything
         world = tp * self.cluster.world
@@ -353,7 +364,13 @@ class FsdpEngine(Engine):
         return read
 
     def _update(
-        self, step: int, lr: float, norm: Tensor, sent: Bytes, watch: RankWatch | None
+        self,
+        step: int,
+        lr: float,
+        norm: Tensor,
+        sent: Bytes,
+        watch: RankWatch | None,
+        grads: Mapping[str, Tensor],
     ) -> None:
         """Clip and update, or change nothing when the norm is not finite; the device decides. Where
         nodes keep weights, each unit's are sent right after its update; `sent` counts them."""
@@ -361,9 +378,18 @@ class FsdpEngine(Engine):
         factor = clip_factor(norm, clip) if clip else None
         set_rate(self.optimizer, lr)
         self.kept.wait()
-        update = self.state.updates(step, factor, ok)
+        waits = self.residence.waits
+        whole = self.residence.passes and not waits
+        update = self.state.updates(step, factor, ok, grads, whole)
         self.kept.send(step + 1, ok, sent, watch, update)
-        update(self.parameters)
+        if waits:
+            self.resident.defer(update)
+        else:
+            update(self.parameters)
+
+    def settle(self) -> None:
+        """Finish the last step's update, before anything but another step looks at the state."""
+        self.resident.settle()
 
     def _explain(self, step: int, batches: Batches) -> None:
         """The step is a pure function of the state: run it again and look at every value. No rank
@@ -372,7 +398,7 @@ class FsdpEngine(Engine):
         order = {name: i for i, name in enumerate(self.parameters)}
         watch = RankWatch(step, self.rank, order, check=True)
         self._gradients(step, batches, watch)
-        watch.means({} if self.wrapped.installed else self._grads())
+        watch.means({} if self.wrapped.installed else self.resident.grads())
         self.optimizer.zero_grad(set_to_none=True)
         refuse(watch)
 
@@ -448,6 +474,7 @@ class FsdpEngine(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         """Sharded weights (DTensors), and the optimizer's state, both by parameter name."""
+        self.settle()
         return self.state.save()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -47,6 +47,7 @@ from zpp_lab.collectives.peer.transport import PeerTransport
 from zpp_lab.collectives.plan import Bytes
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.collectives.watchdog import CollectiveError
+from zpp_lab.config.residence import Residence
 from zpp_lab.config.wires import Wire
 from zpp_lab.engines.base import Batch
 from zpp_lab.engines.fsdp.comm import managed
@@ -379,7 +380,7 @@ def _shapes(batches: Sequence[Batch]) -> Shapes:
     return [[t.shape for t in batch] for batch in batches]
 
 
-def obstacle(device: torch.device, offload: bool, static: bool) -> str:
+def obstacle(device: torch.device, residence: Residence, static: bool) -> str:
     """What stands against a CUDA graph of a step before any has run; "" for nothing. The same on
     all ranks."""
     if device.type != "cuda":
@@ -387,7 +388,9 @@ def obstacle(device: torch.device, offload: bool, static: bool) -> str:
     backends = dist.get_backend_config()
     if "cuda:nccl" not in backends:
         return f"transfers go over {backends}, not NCCL"
-    if offload:
+    if residence.waits or (residence.gradients and not residence.offloads):
+        return "engine.place brings state from host memory"
+    if residence.offloads:
         return "engine.offload=true updates on the host"
     if "expandable_segments:True" in os.environ.get(
         "PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", "")

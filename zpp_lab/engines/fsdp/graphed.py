@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from zpp_lab.collectives.plan import add_bytes
 from zpp_lab.collectives.transport import Transport
+from zpp_lab.config.residence import Residence
 from zpp_lab.engines.base import Batch
 from zpp_lab.engines.fsdp.comm import managed
 from zpp_lab.engines.fsdp.graph import WARM_UP, StepGraph, obstacle
@@ -37,7 +38,7 @@ class Graphed(Generic[T]):
 
     def __init__(self, function: Callable[[Any], T], loop: Loop, transport: Transport) -> None:
         self.function, self.loop, self.wrapped = function, loop, loop.wrapped
-        if why_not := obstacle(loop.device, False, static=True):
+        if why_not := obstacle(loop.device, Residence(), static=True):
             raise ValueError(f"sharded.graphed: {why_not}: {EAGER}")
         if loop.group is not None:
             raise ValueError(

@@ -73,7 +73,7 @@ class Kept:
         ok: Tensor,
         sent: Bytes,
         observer: Observer | None = None,
-        update: Callable[[Iterable[str]], None] = lambda names: None,
+        update: Callable[[Iterable[str]], object] = lambda names: None,
     ) -> None:
         """A step has updated the masters, if `ok` is true on the device: send the weights after
         `done` steps, and add the bytes of all ranks to `sent`. `update`: updates the masters of

@@ -6,7 +6,7 @@ them, sharded alike. In turn no fp32 master and no fp32 gradient exists (`codecs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,25 @@ from torch import Tensor, nn
 from zpp_lab.codecs.planes import joined, split
 from zpp_lab.engines.fsdp.base import own_rows
 from zpp_lab.engines.optim.shards import local, sharded_as
+from zpp_lab.engines.optim.update import zeros
 
 
 class Masters:
     """Made before FSDP2 takes the model; complete once `keep` was called. low: the low planes by
     name, DTensors; {} where masters are fp32."""
 
-    def __init__(self, model: nn.Module, skip: Set[str], cut: bool, shards: int, part: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        skip: Set[str],
+        cut: bool,
+        shards: int,
+        part: int,
+        far: Collection[str] = (),
+    ) -> None:
         """`cut`: whether parameters, but those in `skip`, become high planes. `part`: which of the
-        shards is this rank's."""
-        self.cut, self.shards, self.part = cut, shards, part
+        shards is this rank's. `far`: whose low planes lie in host memory."""
+        self.cut, self.shards, self.part, self.far = cut, shards, part, far
         self.low: dict[str, Tensor] = {}
         self.whole: dict[str, Tensor] = {}  # low planes of a model that is whole already
         for name, p in model.named_parameters():
@@ -56,7 +65,8 @@ class Masters:
 
     def _low(self, name: str, p: Tensor) -> Tensor:
         if name not in self.low:
-            own = torch.zeros_like(local(p.detach()), dtype=torch.int16)
+            high = local(p.detach())
+            own = zeros(tuple(high.shape), torch.int16, high.device, name in self.far)
             self.low[name] = sharded_as(p, own, p.shape)
         return self.low[name]
 
@@ -64,4 +74,4 @@ class Masters:
 def master(p: Tensor, low: Tensor | None) -> Tensor:
     """Return this rank's rows of a master, fp32: the parameter's own, or new ones of two planes."""
     own = local(p.detach())
-    return own if low is None else joined(own, local(low))
+    return own if low is None else joined(own, local(low).to(own.device))

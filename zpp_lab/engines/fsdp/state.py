@@ -48,26 +48,24 @@ class EngineState:
         self.rank, self.shards = wrapped.memories.ranks[0], wrapped.plan.recipe.shards
 
     def updates(
-        self, step: int, factor: Tensor | None, ok: Tensor
-    ) -> Callable[[Iterable[str]], None]:
+        self, step: int, factor: Tensor | None, ok: Tensor, grads: Mapping[str, Tensor], whole: bool
+    ) -> Callable[[Iterable[str]], object]:
         """Take all gradients; returns what updates the parameters of given names that have one,
-        each once: clipped by `factor`, and unchanged where `ok` is false on the device."""
-        found = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+        each once, and returns these: clipped by `factor`, and unchanged where `ok` is false on the
+        device. `whole`: update all of them now, as their states come from host memory while others
+        go back."""
+        found = dict(grads)
         self.optimizer.zero_grad(set_to_none=True)
         change = begin(self.optimizer, ok, step, factor)
 
-        def update(names: Iterable[str]) -> None:
-            own = {name: found.pop(name) for name in names if name in found}
-            if not own:
-                return
-            for name, grad in own.items():
-                self.parameters[name].grad = grad
-            change([self.parameters[name] for name in own])
-            for name in own:
-                self.parameters[name].grad = None
+        def update(names: Iterable[str]) -> dict[Tensor, Tensor]:
+            taken = [name for name in names if name in found]
+            own: dict[Tensor, Tensor] = {self.parameters[n]: found.pop(n) for n in taken}
+            change(own)
+            return own
 
-        if getattr(self.optimizer, "host", False):
-            update(self.parameters)  # in one go: states pass the GPU in both directions at once
+        if whole:
+            update(self.parameters)
         return update
 
     def save(self) -> State:
@@ -144,7 +142,7 @@ class EngineState:
         self.optimizer.state.clear()
         for name in names:
             p = self.parameters[name]
-            self.optimizer.state[p] = zero_state(self.optimizer, p.detach())
+            self.optimizer.state[p] = zero_state(self.optimizer, p)
 
     def _put(self, into: Tensor, value: Tensor) -> None:
         local(into).copy_(self._own(into, value))

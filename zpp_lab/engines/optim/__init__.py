@@ -4,15 +4,15 @@
 plain torch, and a kernel does it on the GPU with the same bits.
 """
 
-from zpp_lab.engines.optim.adamw import BATCH, PLANES, SCRATCH, CompactAdamW
+from zpp_lab.engines.optim.adamw import BATCH, SCRATCH, SPLITTING, CompactAdamW
 from zpp_lab.engines.optim.shards import ShardAdamW
 from zpp_lab.engines.optim.states import DTYPES, StateKind, kind_of, state_bytes
 
 __all__ = [
     "BATCH",
     "DTYPES",
-    "PLANES",
     "SCRATCH",
+    "SPLITTING",
     "CompactAdamW",
     "ShardAdamW",
     "StateKind",

@@ -11,7 +11,7 @@ their temporaries stay below `BATCH` elements times `SCRATCH` bytes whatever the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from zpp_lab.codecs.planes import joined, split
+from zpp_lab.config.residence import PLANES, Plane
 from zpp_lab.engines.optim import update as host
 from zpp_lab.engines.optim import update as kernel
-from zpp_lab.engines.optim.shards import local, sharded_as
+from zpp_lab.engines.optim.shards import gradients, local, sharded_as
 from zpp_lab.engines.optim.states import (
     DTYPES,
     MOMENTS,
@@ -41,7 +42,7 @@ from zpp_lab.engines.optim.update import Streams
 
 BATCH = 2**23
 SCRATCH = 20  # bytes an element: two moments, the update and what encoding takes
-PLANES = 24  # more for masters in two planes: gradient, weight and what splitting takes
+SPLITTING = 24  # more for masters in two planes: gradient, weight and what splitting takes
 SPREAD = 2**16  # rows start at so many places of a step's noise
 
 T = TypeVar("T")
@@ -67,8 +68,9 @@ class CompactAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW's formula with moments in bf16 or 8 bits; weights and sums are fp32.
     Parameters are fp32 tensors or DTensors cut along dimension 0, or the high planes of such, all
     of them; then `low` has the others, and gradients are bf16. `step` needs the number of the
-    training step, which with `seed` decides how moments are rounded. `host`: moments lie in host
-    memory and pass through the parameters' device (`update.py`), with the same bits."""
+    training step, which with `seed` decides how moments are rounded. `far`: the parameters of which
+    `moments`, `masters` (their low planes) or `gradients` lie in host memory; these pass through
+    the parameters' device (`update.py`), with the same bits."""
 
     def __init__(
         self,
@@ -79,13 +81,15 @@ class CompactAdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float = 0.0,
-        host: bool = False,
+        far: Mapping[Plane, Set[Tensor]] | None = None,
         low: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        self.kind, self.seed, self.host, self.low = kind, seed, host, low or {}
-        self.near: dict[Tensor, dict[str, Tensor]] = {}  # of the parameters under way, if `host`
+        self.kind, self.seed, self.low = kind, seed, low or {}
+        self.far: dict[Plane, Set[Tensor]] = {p: (far or {}).get(p, set()) for p in PLANES}
+        self.grads: Mapping[Tensor, Tensor] = {}  # of the parameters under way
+        self.near: dict[Tensor, dict[str, Tensor]] = {}  # what came from host memory for them
         self.number = 0  # of the step that `begin` began, as are these three
         self.ok: Tensor | None = None
         self.factor: Tensor | None = None
@@ -105,14 +109,14 @@ class CompactAdamW(torch.optim.Optimizer):
 
     def zero_state(self, p: Tensor) -> dict[str, Tensor]:
         """Return a parameter's state before its first update, sharded as it is."""
-        kind, device = kind_of(p.shape, self.kind), local(p).device
+        kind, device, far = kind_of(p.shape, self.kind), local(p).device, p in self.far["moments"]
         own, wide = tuple(local(p).shape), (blocks_of(p.shape),)
         state = {"step": torch.zeros((), device=device)}
         for moment in MOMENTS:
-            made = host.zeros(own, DTYPES[kind], device, self.host)
+            made = host.zeros(own, DTYPES[kind], device, far)
             state[moment] = sharded_as(p, made, p.shape)
             if kind == "8bit":
-                made = host.zeros((own[0], *wide), torch.float32, device, self.host)
+                made = host.zeros((own[0], *wide), torch.float32, device, far)
                 state[moment + SCALE] = sharded_as(p, made, (p.shape[0], *wide))
         return state
 
@@ -121,23 +125,22 @@ class CompactAdamW(torch.optim.Optimizer):
         Where `ok` (bool scalar on the parameters' device) is false, nothing changes."""
         assert closure is None
         self.begin(number, ok)
-        self.update([p for group in self.param_groups for p in group["params"]])
+        self.update(gradients(self))
 
     def begin(self, number: int, ok: Tensor | None = None, factor: Tensor | None = None) -> None:
-        """Begin a step, in which `update` takes each parameter once. Gradients of high planes are
-        multiplied by `factor`, an fp32 scalar."""
-        assert factor is None or self.low
-        self.number, self.ok, self.factor, self.noise = number, ok, factor, None
+        """Begin a step, in which `update` takes each parameter once. Gradients are multiplied by
+        `factor`, an fp32 scalar."""
+        self.number, self.ok, self.noise = number, ok, None
+        self.factor = None if factor is None else factor.to(self.device)
 
     @torch.no_grad()
-    def update(self, some: Iterable[Tensor]) -> None:
-        """Update those of some parameters that have a gradient."""
-        own = {p for p in some if p.grad is not None}
-        trained = [[p for p in group["params"] if p in own] for group in self.param_groups]
+    def update(self, grads: Mapping[Tensor, Tensor]) -> None:
+        """Update parameters with these gradients of their rows, which may be overwritten."""
+        trained = [[p for p in group["params"] if p in grads] for group in self.param_groups]
         every = [p for ps in trained for p in ps]
         for p in every:
             if p not in self.state:
-                self.state[p] = self.zero_state(p.detach())
+                self.state[p] = self.zero_state(p)
         if not every:
             return
         if self.ok is None:
@@ -148,21 +151,25 @@ class CompactAdamW(torch.optim.Optimizer):
         if self.noise is None and not kernel.serves(local(every[0])):
             # one strip; rows read it from places of their own
             self.noise = row_noise(self.seed, self.number, SPREAD + self.widest, self.device)
-        if self.host and self.streams is None:
+        self.grads = grads
+        passing = any(p in far for far in self.far.values() for p in every)
+        if passing and self.streams is None:
             self.streams = Streams(self.device)
-        streams = self.streams
         for group, parameters in zip(self.param_groups, trained, strict=True):
-            if streams is None:
+            if not passing or self.streams is None:
                 self._change(group, parameters)
                 continue
             for part in together(parameters, self._nbytes, host.STAGE):
-                with streams.next(), self._passing(part):
+                with self.streams.next(), self._passing(part):
                     self._change(group, part)
-        if streams is not None:
-            streams.join()
+        if passing and self.streams is not None:
+            self.streams.join()
+        self.grads = {}
 
     def _change(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Update parameters and the states that `_states` returns; without noise by the kernel."""
+        """Update parameters and what `_parts` returns; without noise by the kernel."""
+        if self.factor is not None and not self.low and parameters:
+            torch._foreach_mul_([self._parts(p)["grad"] for p in parameters], self.factor)
         if self.noise is None:
             self._by_kernel(group, parameters)
             return
@@ -172,24 +179,37 @@ class CompactAdamW(torch.optim.Optimizer):
 
     @contextmanager
     def _passing(self, parameters: list[Tensor]) -> Iterator[None]:
-        """Move moments from host memory to the device for the body, and back."""
-        far = {p: self._states(p) for p in parameters}
+        """Move what lies in host memory to the device for the body, and all but gradients back."""
+        far = {p: self._far(p) for p in parameters}
         self.near = {
-            p: {k: v.to(self.device, non_blocking=True, copy=True) for k, v in state.items()}
-            for p, state in far.items()
+            p: {k: v.to(self.device, non_blocking=True, copy=True) for k, v in parts.items()}
+            for p, parts in far.items()
         }
         yield
-        for p, state in far.items():
-            for key, value in state.items():
-                value.copy_(self.near[p][key], non_blocking=True)
+        for p, parts in far.items():
+            for key, value in parts.items():
+                if key != "grad":
+                    value.copy_(self.near[p][key], non_blocking=True)
+                host.vacate(self.near[p][key])
         self.near = {}
 
-    def _states(self, p: Tensor) -> dict[str, Tensor]:
-        """Return moments and scales of this rank's rows, where the update finds them."""
-        return self.near.get(p) or {k: local(v) for k, v in self.state[p].items() if k != "step"}
+    def _parts(self, p: Tensor) -> dict[str, Tensor]:
+        """Return moments and scales of this rank's rows, `grad` and `low`, where the update finds
+        them."""
+        found = {k: local(v) for k, v in self.state[p].items() if k != "step"}
+        found["grad"] = self.grads[p]
+        if self.low:
+            found["low"] = local(self.low[p])
+        return found | self.near.get(p, {})
+
+    def _far(self, p: Tensor) -> dict[str, Tensor]:
+        """Return what lies in host memory of these."""
+        planes: dict[str, Plane] = {"grad": "gradients", "low": "masters"}
+        parts = self._parts(p).items()
+        return {key: v for key, v in parts if p in self.far[planes.get(key, "moments")]}
 
     def _nbytes(self, p: Tensor) -> int:
-        return sum(v.nbytes for v in self._states(p).values())
+        return sum(v.nbytes for v in self._far(p).values())
 
     def _by_kernel(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Launch the kernel once for the parameters with one kind of moments."""
@@ -197,18 +217,19 @@ class CompactAdamW(torch.optim.Optimizer):
         for p in parameters:
             same[self.kinds[p]].append(p)
         for some in same.values():
-            states = [self._states(p) for p in some]
+            parts = [self._parts(p) for p in some]
+            lists = {k: [each[k] for each in parts] for k in parts[0]}
             kernel.launch(
                 [local(p) for p in some],
-                [local(self.low[p]) for p in some] if self.low else (),
-                [local(p.grad) for p in some],
-                {k: [s[k] for s in states] for k in states[0]},
+                lists.pop("low", ()),
+                lists.pop("grad"),
+                lists,
                 [self.offsets[p] for p in some],
                 group,
                 *self._corrections(group, some),
                 noise_key(self.seed, self.number),
                 self.ok,
-                self.factor,
+                self.factor if self.low else None,
             )
 
     def _corrections(
@@ -227,8 +248,8 @@ class CompactAdamW(torch.optim.Optimizer):
         rates, roots = (t.unbind() for t in self._corrections(group, parameters))
         for p, rate, root in zip(parameters, rates, roots, strict=True):
             kind, n = self.kinds[p], prod(p.shape[1:])
-            weight, grad, state = local(p.detach()), local(p.grad), self._states(p)
-            below = local(self.low[p]).view(weight.shape) if self.low else None
+            weight, state = local(p.detach()), self._parts(p)
+            grad, below = state.pop("grad"), state.pop("low", None)
             wide = 1 if kind == "fp32" else n  # in fp32 rows mean nothing
             own = noise[self.offsets[p] :][:n]
             rows, each = weight.numel() // wide, max(1, BATCH // wide)

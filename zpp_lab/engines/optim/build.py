@@ -8,15 +8,16 @@ rates and a run resumes with its config's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zpp_lab.config.residence import Plane
 from zpp_lab.config.schema import TrainConfig
 from zpp_lab.engines.optim import DTYPES, CompactAdamW, ShardAdamW, kind_of
-from zpp_lab.engines.optim.shards import is_sharded, local
+from zpp_lab.engines.optim.shards import is_sharded
 from zpp_lab.engines.optim.states import MOMENTS
 from zpp_lab.models.params import feeds_residual, param_class
 
@@ -31,7 +32,7 @@ def adamw(
     parameters: Mapping[str, nn.Parameter],
     train: TrainConfig,
     seed: int = 0,
-    host: bool = False,
+    far: Mapping[Plane, Collection[str]] | None = None,
     low: Mapping[str, Tensor] | None = None,
 ) -> AdamW:
     """Build AdamW with weight decay on matrices only (norms and biases have one dimension), and a
@@ -39,9 +40,9 @@ def adamw(
 
     With states and masters in fp32 torch's own, on a GPU the fused one; of DTensors their shards
     alone are updated. `begin` can hold back the fused one and ours without asking the host. `seed`:
-    of the rounding of smaller states. `host`: whether ours lie in host memory. `low`: the low
-    planes of parameters that are high ones. ValueError when there is nothing to train, or no such
-    projection.
+    of the rounding of smaller states. `far`: names of parameters, by what of them lies in host
+    memory. `low`: the low planes of parameters that are high ones. ValueError when there is nothing
+    to train, or no such projection.
     """
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if not trained:
@@ -56,7 +57,8 @@ def adamw(
         planes: dict[Tensor, Tensor] = {
             parameters[name]: plane for name, plane in (low or {}).items()
         }
-        return CompactAdamW(groups, *settings, host=host, low=planes)
+        there = {k: {trained[n] for n in names if n in trained} for k, names in (far or {}).items()}
+        return CompactAdamW(groups, *settings, far=there, low=planes)
     every = list(trained.values())
     made = ShardAdamW if any(map(is_sharded, every)) else torch.optim.AdamW
     kind = {"fused" if all(p.device.type == "cuda" for p in every) else "foreach": True}
@@ -110,26 +112,16 @@ def update(optimizer: AdamW, number: int, ok: Tensor | None = None) -> None:
 
 def begin(
     optimizer: AdamW, ok: Tensor, number: int, factor: Tensor | None = None
-) -> Callable[[Sequence[Tensor]], None]:
+) -> Callable[[Mapping[Tensor, Tensor]], None]:
     """Begin step `number` of shards; returns what updates some parameters, each once, with
     gradients times `factor`, or nothing where `ok` is false. Where weights lie on the CPU the host
     asks."""
     assert isinstance(optimizer, CompactAdamW | ShardAdamW)
-    if not on_device(optimizer) and not bool(ok):
-        return lambda some: None
-    given = ok if on_device(optimizer) else None
-    if isinstance(optimizer, CompactAdamW) and optimizer.low:
-        optimizer.begin(number, given, None if factor is None else factor.to(optimizer.device))
-        return optimizer.update
-    optimizer.begin(number, given)
-
-    def update(some: Sequence[Tensor]) -> None:
-        if factor is not None:
-            grads = [local(p.grad) for p in some]
-            torch._foreach_mul_(grads, factor.to(grads[0].device))
-        optimizer.update(some)
-
-    return update
+    decides = on_device(optimizer)
+    if not decides and not bool(ok):
+        return lambda grads: None
+    optimizer.begin(number, ok if decides else None, factor)
+    return optimizer.update
 
 
 def on_device(optimizer: AdamW) -> bool:
@@ -165,7 +157,7 @@ def load_optimizer_state(
     optimizer.state.clear()
     for name, p in parameters.items():
         if name in state.get("step", {}):
-            own = zero_state(optimizer, p.detach())
+            own = zero_state(optimizer, p)
             for key, value in own.items():
                 value.copy_(state[key][name])
             optimizer.state[p] = own

@@ -11,7 +11,7 @@ imported it there are none, as in the virtual engine and in `zpp-lab plan`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -52,6 +52,12 @@ def sharded_as(p: Tensor, own: Tensor, shape: Sequence[int]) -> Tensor:
     return DTensor(own, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
+def gradients(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
+    """Return the gradients that are there, of this rank's rows, by parameter."""
+    every = (p for group in optimizer.param_groups for p in group["params"])
+    return {p: local(p.grad) for p in every if p.grad is not None}
+
+
 class ShardAdamW(torch.optim.AdamW):
     """torch.optim.AdamW with its bits and its state; parameters are DTensors or tensors."""
 
@@ -62,33 +68,37 @@ class ShardAdamW(torch.optim.AdamW):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None
-        self.update([p for group in self.param_groups for p in group["params"]])
+        self.update(gradients(self))
 
-    def begin(self, number: int, ok: Tensor | None = None) -> None:
+    factor: Tensor | None = None
+
+    def begin(self, number: int, ok: Tensor | None = None, factor: Tensor | None = None) -> None:
         """Begin a step, in which `update` takes each parameter once. Where `ok`, a bool scalar on
-        the device of fused updates, is false, nothing changes."""
-        self.grad_scale = None
+        the device of fused updates, is false, nothing changes. Gradients are multiplied by
+        `factor`, an fp32 scalar."""
+        self.factor, self.grad_scale = factor, None
         self.found_inf = None if ok is None else (~ok).float()
 
     @torch.no_grad()
-    def update(self, some: Iterable[Tensor]) -> None:
-        """Update those of some parameters that have a gradient."""
-        own = {p for p in some if p.grad is not None}
+    def update(self, grads: Mapping[Tensor, Tensor]) -> None:
+        """Update parameters with these gradients of their rows, which may be overwritten."""
         for group in self.param_groups:
-            trained = [p for p in group["params"] if p in own]
+            trained = [p for p in group["params"] if p in grads]
             if trained:
-                self._update(group, trained)
+                self._update(group, trained, [grads[p] for p in trained])
 
-    def _update(self, group: dict[str, Any], trained: list[Tensor]) -> None:
+    def _update(self, group: dict[str, Any], trained: list[Tensor], grads: list[Tensor]) -> None:
         for p in trained:
             if p not in self.state:
                 self.state[p] = self.zero_state(p.detach())
+        if self.factor is not None:
+            torch._foreach_mul_(grads, self.factor.to(grads[0].device))
         states = [self.state[p] for p in trained]
         first, second = ([local(s[key]) for s in states] for key in MOMENTS)
         beta1, beta2 = group["betas"]
         adamw(
             [local(p) for p in trained],
-            [local(p.grad) for p in trained],
+            grads,
             first,
             second,
             [],

@@ -53,6 +53,10 @@ class Streams:
             torch.cuda.current_stream().wait_stream(stream)
 
 
+def vacate(tensor: Tensor) -> None:
+    """Tell that what came from host memory is used up; tests then fill it with NaN."""
+
+
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, host: bool) -> Tensor:
     """Allocate a moment on `device`, or (`host`) where a GPU `device` reads it directly."""
     if not host:

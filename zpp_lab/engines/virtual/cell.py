@@ -18,7 +18,7 @@ from zpp_lab.collectives.context import Memories
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.plan import PassUse, Plan, StepUse
 from zpp_lab.collectives.recipe import DTYPES
-from zpp_lab.config.residence import Residence
+from zpp_lab.config.residence import Plane, Residence
 from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import BACKWARD, UPDATE, WIRES, Wire
 from zpp_lab.engines.frozen import Marks, check_marks, decode_shards, encode_shards, mark, mark_all
@@ -30,6 +30,7 @@ from zpp_lab.engines.optim.build import (
     set_rate,
     update,
 )
+from zpp_lab.engines.units import far_names
 from zpp_lab.engines.virtual.passes import Grads
 from zpp_lab.engines.virtual.reduction import Reduction, together
 from zpp_lab.engines.watch import Watch
@@ -56,8 +57,9 @@ class Cell:
         for name, p in live.items():
             self.master[name].requires_grad_(p.requires_grad)
             p.data = p.data.to(DTYPES[config.train.param_dtype])
-        passing = Residence.of(config).moments_pass
-        self.optimizer = adamw(self.master, config.optimization, config.seed, passing)
+        far: dict[Plane, frozenset[str]] = {}
+        far["moments"] = far_names(plan, Residence.of(config))["moments"]
+        self.optimizer = adamw(self.master, config.optimization, config.seed, far)
         self.memories = self._memories()
         self._make_buffers()
         self._follow()

@@ -28,9 +28,10 @@ from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import INTRA
 from zpp_lab.engines.build import plan_of, vocabulary
 from zpp_lab.engines.norm import square_bytes
-from zpp_lab.engines.optim import BATCH, PLANES, SCRATCH, StateKind, state_bytes
+from zpp_lab.engines.optim import BATCH, SCRATCH, SPLITTING, StateKind, state_bytes
+from zpp_lab.engines.optim.pinned import pinned_bytes
 from zpp_lab.engines.optim.update import STAGE, STREAMS, pinned_state_bytes
-from zpp_lab.engines.units import is_untouched
+from zpp_lab.engines.units import far_names, is_untouched
 from zpp_lab.models.lora import A as LORA_A
 from zpp_lab.models.loss import heldout_size
 from zpp_lab.runs.provenance import memory_bytes
@@ -51,6 +52,7 @@ from zpp_lab.train.memory.trace import TracedActivations
 
 Acts = Activations | TracedActivations
 
+HALF = 2  # bytes of a plane
 CONTEXT = GIB  # assumed: a process's CUDA context, kernels, library workspaces
 NCCL = GIB // 2  # assumed: buffers of the process groups of one rank
 SAMPLED = 48  # bytes a logit while a token is drawn: words of Philox, noise and scores in fp64
@@ -123,6 +125,11 @@ def shard_bytes(parameters: Iterable[Parameter], itemsize: int = FP32) -> int:
     return itemsize * sum(p.shard_numel for p in parameters)
 
 
+def _pinned(parameters: Iterable[Parameter], itemsize: int) -> int:
+    """Return the pinned bytes of rank 0's shards in host memory."""
+    return sum(pinned_bytes(itemsize * p.shard_numel) for p in parameters)
+
+
 def optimizer_bytes(parameters: Iterable[Parameter], kind: StateKind) -> int:
     """Return the bytes of both moments of rank 0's shards, scales included."""
     return sum(state_bytes(_shard(p), kind) for p in parameters)
@@ -149,6 +156,7 @@ class _Rank:
         recipe, self.residence = plan.recipe, Residence.of(config)
         self.weight, self.grad = recipe.weights_dtype.itemsize, recipe.grads_dtype.itemsize
         self.planes = config.train.masters == "split"
+        self.far = far_names(plan, self.residence)
         self.untouched = is_untouched(plan, config.engine.ordered)
         self.buffers, self.kernels = Buffers(plan, config), kernels_serve(config)
         self.root = plan.units[-1]
@@ -171,13 +179,17 @@ class _Rank:
     def state(self) -> list[Item]:
         every = [p for u in self.plan.units for p in u.unit.parameters if not _stored(u, p)]
         trained = [p for u in self.plan.units for p in _trained(u)]
-        place: Literal["gpu", "host"] = "host" if self.residence.masters else "gpu"
+        place: Literal["gpu", "host"] = "host" if self.residence.offloads else "gpu"
         masters, grads = ("bf16 and rest", "bf16") if self.planes else ("fp32", "fp32")
+        low = [p for p in every if p.name in self.far["masters"]]
+        near = shard_bytes(every) - shard_bytes(low, HALF)
         return [
-            Item(f"master weights, {masters}", always(shard_bytes(every)), place),
+            Item(f"master weights, {masters}", always(near), place),
+            Item("master weights, low planes", always(_pinned(low, HALF)), "host"),
             Item("frozen base, encoded", always(sum(u.stored.nbytes for u in self.plan.units))),
             *self._moments(trained, self.config.train.optimizer_state, place),
-            Item(f"gradients, {grads}", self._gradients(), place),
+            *self._transfers(trained),
+            *self._gradients(f"gradients, {grads}", place),
             Item("checkpoint, being written", always(self._checkpoint(every, trained)), "host"),
             Item("node-replicated weights", always(self._kept())),
             Item("error-feedback residuals", always(self.plan.memory_bytes)),
@@ -258,25 +270,41 @@ class _Rank:
         if not self.kernels:
             groups = [sum(segments[i].numel for i in group) for group in unit.update.groups]
             most += 3 * FP32 * recipe.cluster.nodes * max(groups, default=0)
-        return most + (FP32 * numel if self.residence.masters or self.planes else 0)
+        return most + (FP32 * numel if self.residence.offloads or self.planes else 0)
 
     def _moments(
         self, trained: list[Parameter], kind: StateKind, place: Literal["gpu", "host"]
     ) -> list[Item]:
-        """Count AdamW's moments; those in host memory pass the GPU, a stage in each stream."""
-        nbytes = optimizer_bytes(trained, kind)
+        """Count AdamW's moments."""
+        near = [p for p in trained if p.name not in self.far["moments"]]
+        gone = [p for p in trained if p.name in self.far["moments"]]
+        pinned = sum(pinned_state_bytes(_shard(p), kind) for p in gone)
         name = f"optimizer state, {kind}"
-        if not self.residence.moments_pass:
-            return [Item(name, always(nbytes), place)]
-        stage = max(STAGE, max(optimizer_bytes([p], kind) for p in trained))
-        pinned = sum(pinned_state_bytes(_shard(p), kind) for p in trained)
-        passing = moments(update=min(stage, nbytes))
-        # the host frees a stage before it fills the next one: torch counts one at a time
-        second = moments(update=min((STREAMS - 1) * stage, nbytes - passing["update"]))
         return [
-            Item(name, always(pinned), "host"),
-            Item("optimizer state, in transfer", passing),
-            Item("optimizer state, second stream", second, outside=True),
+            Item(name, always(optimizer_bytes(near, kind)), place),
+            Item(f"{name}, rest" if near else name, always(pinned), "host"),
+        ]
+
+    def _transfers(self, trained: list[Parameter]) -> list[Item]:
+        """Count what passes the GPU from host memory, a stage in each stream. Where units are
+        updated beside the forward, the streams keep theirs."""
+        kind, each = self.config.train.optimizer_state, HALF if self.planes else FP32
+        sizes = {
+            p.name: optimizer_bytes([p], kind) * (p.name in self.far["moments"])
+            + HALF * p.shard_numel * (p.name in self.far["masters"])
+            + each * p.shard_numel * (p.name in self.far["gradients"])
+            for p in trained
+        }
+        nbytes = sum(sizes.values())
+        stage = max(STAGE, *sizes.values())
+        first = min(stage, nbytes)
+        # the host frees a stage before it fills the next one: torch counts one at a time
+        second = min((STREAMS - 1) * stage, nbytes - first)
+        if self.residence.waits:
+            return [Item("state in transfer", always(first + second), outside=True)]
+        return [
+            Item("optimizer state, in transfer", moments(update=first)),
+            Item("optimizer state, second stream", moments(update=second), outside=True),
         ]
 
     def _checkpoint(self, every: list[Parameter], trained: list[Parameter]) -> int:
@@ -291,15 +319,27 @@ class _Rank:
         written = saved // 2 if train.checkpoint_weights_only else saved  # in bf16
         return copied + min(written, train.checkpoint_staging_mib * 2**20)
 
-    def _gradients(self) -> dict[Moment, int]:
-        """Count this rank's gradients of reduced units. A unit's come with its reduction."""
-        each = FP32 // 2 if self.planes else FP32
-        every = shard_bytes((p for u in self.plan.units for p in _trained(u)), each)
+    def _gradients(self, name: str, place: Literal["gpu", "host"]) -> list[Item]:
+        """Count this rank's gradients of reduced units: those that stay, those that leave, and of
+        these a unit's that are on their way. A unit's come with its reduction."""
+        each, far = HALF if self.planes else FP32, self.far["gradients"]
+        trained = [(u, [p for p in _trained(u) if p.name not in far]) for u in self.plan.units]
+        gone = [p for u in self.plan.units for p in _trained(u) if p.name in far]
+        every = shard_bytes((p for _, own in trained for p in own), each)
         if self.plan.reductions > 1:  # earlier micro-steps have left theirs
-            return always(every) | NOT_EVALUATED
-        root, block = (shard_bytes(_trained(u), each) for u in (self.root, self.unit))
-        late, end = max(0, every - root - block), every - root
-        return moments(early=self.early * block, late=late, root=end, update=every)
+            near = always(every) | NOT_EVALUATED
+        else:
+            own = {id(u): shard_bytes(ps, each) for u, ps in trained}
+            root, block = own[id(self.root)], own[id(self.unit)]
+            late, end = max(0, every - root - block), every - root
+            near = moments(early=self.early * block, late=late, root=end, update=every)
+        units = ([p for p in _trained(u) if p.name in far] for u in self.plan.units)
+        leaving = max(shard_bytes(ps, each) for ps in units)
+        return [
+            Item(name, near, place),
+            Item(f"{name}, in host memory", always(_pinned(gone, each)), "host"),
+            Item("gradients, leaving", always(leaving) | NOT_EVALUATED | {"update": 0}),
+        ]
 
     # ------------------------------------------------------------------ what a unit needs
 
@@ -418,7 +458,7 @@ class _Rank:
     def compute(self) -> list[Item]:
         acts, shards = self.acts, [p.shard_numel for u in self.plan.units for p in _trained(u)]
         ours = not self.kernels and (self.config.train.optimizer_state != "fp32" or self.planes)
-        each = SCRATCH + (PLANES if self.planes else 0)
+        each = SCRATCH + (SPLITTING if self.planes else 0)
         updating = each * min(BATCH, sum(shards)) if ours else 0  # AdamW in plain torch
         norm = max(square_bytes(shards, self.kernels), updating)
         if self.residence.offloads:

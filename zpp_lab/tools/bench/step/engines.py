@@ -83,7 +83,7 @@ class QuickStart(FsdpEngine):
     """Our engine with drawn weights."""
 
     def _initialize(self) -> None:
-        draw(self.model, "cpu" if self.residence.masters else self.device)
+        draw(self.model, "cpu" if self.residence.offloads else self.device)
 
 
 class Through:

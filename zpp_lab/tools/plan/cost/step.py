@@ -193,6 +193,10 @@ def _check(config: Config, link_gbps: float | None) -> None:
     residence = Residence.of(config)
     if residence.offloads:
         raise ValueError("engine.offload=true has no figures: predict engine.offload=false")
+    if config.engine.place != "device":
+        raise ValueError(
+            f"engine.place={config.engine.place} has no figures: predict engine.place=device"
+        )
     if residence.moments:
         raise ValueError(
             "train.optimizer_place=host has no figures: predict train.optimizer_place=device"

@@ -1,0 +1,117 @@
+"""State in host memory on GPUs, over NCCL. An answer is a line of JSON.
+
+torchrun --standalone --nproc-per-node 1 -m tests.engines.place_world ANSWERS (or 2)
+
+Each unit's update is held up on its stream, so that whoever does not wait for it reads old weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+import torch.distributed as dist
+from torch.utils import deterministic
+
+from tests.engines.fsdp_parity import differs, kept
+from tests.engines.place_jobs import Place, check_used, placed, trained
+from zpp_lab.api import init
+from zpp_lab.collectives.peer.choose import connect
+from zpp_lab.collectives.watchdog import Watchdog
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.schema import ClusterConfig
+from zpp_lab.engines.build import build_plan
+from zpp_lab.engines.fsdp.engine import FsdpEngine
+from zpp_lab.engines.fsdp.resident import Resident
+from zpp_lab.models import build_model
+
+MODEL = ModelConfig(dim=384, layers=4, heads=4, kv_heads=2, ffn=1024)
+HELD = 20_000_000  # clocks that an update is held up, about 10 ms
+SOME: list[Place] = ["host", {"masters": 2, "moments": 3, "gradients": 1}, {"gradients": 4}]
+CASES = {
+    1: ("split_zero3", "split_fp32_states", "8bit_states"),
+    2: ("split", "split_last", "split_zero3", "8bit_states", "split_differences"),
+}
+
+
+def names(world: int) -> list[str]:
+    """The name of every answer of `main`."""
+    return [*(f"{case}, {place}" for case in CASES[world] for place in SOME), "without a wait"]
+
+
+def outcome(case: str, place: Place, transport: Any, device: torch.device) -> Any:
+    config = placed(case, dist.get_world_size(), 1, place, device="cuda", graph=False)
+    model = build_model(MODEL, 37, device=str(device), seed=3)
+    engine = FsdpEngine(model, build_plan(model, config), config, device, transport)
+    found = trained(engine)
+    check_used(engine)
+    return (*found, kept(engine))
+
+
+def hold_up() -> None:
+    """Updates begin late."""
+    update = Resident._update
+
+    def late(self: Resident, unit: str) -> None:
+        if self.stream is not None and unit not in self.under_way:
+            with torch.cuda.stream(self.stream):
+                torch.cuda._sleep(HELD)
+        update(self, unit)
+
+    Resident._update = late  # type: ignore[method-assign]
+
+
+def without_a_wait(case: str, transport: Any, device: torch.device) -> bool:
+    """Whether bits differ where nobody waits for updates: else nothing is shown above."""
+    wanted = outcome(case, "device", transport, device)
+    arrived, unshard = Resident._arrived, Resident._unshard
+
+    def forgets(self: Resident, unit: str) -> None:
+        self.under_way.pop(unit, None)
+
+    def early(self: Any, unit: str, group: Any, unshard: Any, *args: Any, **kwargs: Any) -> None:
+        if self.pending is not None:
+            self._update(unit)
+        unshard(*args, **kwargs)
+
+    Resident._arrived, Resident._unshard = forgets, early  # type: ignore[method-assign]
+    try:
+        return bool(differs(outcome(case, "host", transport, device), wanted))
+    finally:
+        Resident._arrived, Resident._unshard = arrived, unshard  # type: ignore[method-assign]
+
+
+def main() -> None:
+    device = init()
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    world = dist.get_world_size()
+    transport = connect(ClusterConfig(world, 1), Watchdog(60.0), "groups", device)
+    hold_up()
+
+    def keep(name: str, found: Any) -> None:
+        torch.cuda.synchronize()
+        if dist.get_rank() == 0:
+            with Path(sys.argv[1]).open("a") as file:
+                file.write(json.dumps([name, found]) + "\n")
+
+    run = partial(outcome, transport=transport, device=device)
+    for case in CASES[world]:
+        wanted = run(case, "device")
+        for place in SOME:
+            keep(f"{case}, {place}", differs(run(case, place), wanted))
+    keep("without a wait", without_a_wait("split_zero3", transport, device))
+    dist.barrier()
+    torch.cuda.synchronize()
+    os._exit(0)  # groups that are torn down may abort
+
+
+if __name__ == "__main__":
+    main()

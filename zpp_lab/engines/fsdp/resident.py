@@ -1,0 +1,165 @@
+"""Training state in host memory (engine.place): gradients leave as they land, and each unit is
+updated just before its next forward gathers it.
+
+Nothing here changes a bit. A gradient's sum of squares is taken on the device in the last
+micro-step, and the norm adds them in the plan's order, so it is known before any weight changes.
+The update has a stream of its own, on which a unit's planes come in, are updated and leave again
+(`CompactAdamW`) while the units before it compute. FSDP2's gathers wait for it, and so does the
+computing stream, which lets go of the gradients only then. A backward comes after every forward, so
+a gradient cannot arrive where the last one has not been used: that holds for units that a step does
+not run as well, which are updated after its first forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zpp_lab.collectives.context import Clock
+from zpp_lab.collectives.plan import Plan
+from zpp_lab.engines.fsdp.comm import param_groups
+from zpp_lab.engines.norm import squares
+from zpp_lab.engines.optim import pinned
+from zpp_lab.engines.optim import update as host
+from zpp_lab.engines.optim.shards import local
+
+# of the parameters of these names; returns what it reads
+Update = Callable[[Iterable[str]], object]
+
+
+class Resident:
+    """Of one rank. `far`: names of parameters whose gradients lie in host memory. `waits`: whether
+    updates wait for the next forward."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        parameters: Mapping[str, nn.Parameter],
+        plan: Plan,
+        clock: Clock,
+        device: torch.device,
+        far: Collection[str],
+        waits: bool,
+    ) -> None:
+        self.parameters, self.plan, self.clock, self.device = parameters, plan, clock, device
+        self.rooms: dict[str, Tensor] = {}  # where gradients go
+        self.there: dict[str, Tensor] = {}  # gradients of this step, in their rooms
+        self.sums: dict[str, Tensor] = {}  # of their squares, fp64, once they are complete
+        self.pending: Update | None = None
+        self.units = {u.unit.name: [p.name for p in u.unit.parameters] for u in plan.units}
+        # by unit, until the computing stream waits for its update: its end, and what it reads
+        self.under_way: dict[str, tuple[Any, object]] = {}
+        on_gpu = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if on_gpu and waits else None
+        self.ready: Any = None  # the event after which gradients and norm are there
+        for name in far:
+            if parameters[name].requires_grad:
+                parameters[name].register_post_accumulate_grad_hook(partial(self._take, name))
+        for unit, module in modules.items() if waits else ():
+            for group in param_groups(module):
+                group.unshard = partial(self._unshard, unit, group, group.unshard)
+                group.wait_for_unshard = partial(self._wait, unit, group.wait_for_unshard)
+
+    # ------------------------------------------------------------------ gradients
+
+    def start(self) -> None:
+        """A step's passes begin: what an earlier one left is given up."""
+        self.there, self.sums = {}, {}
+
+    @torch.no_grad()
+    def _take(self, name: str, p: nn.Parameter) -> None:
+        """A reduction has left a gradient: send it to host memory. Runs on its stream."""
+        assert p.grad is not None
+        own, p.grad = local(p.grad), None
+        if own.is_cuda:
+            own.record_stream(torch.cuda.current_stream(self.device))
+        if name not in self.rooms:
+            self.rooms[name] = pinned.zeros(own.shape, own.dtype, own.is_cuda)
+        room = self.rooms[name]
+        if name in self.there:  # as FSDP2 adds up micro-steps
+            own = room.to(self.device, non_blocking=True, copy=True).add_(own)
+        if self.clock.last:
+            self.sums[name] = self._squares(name, own)
+        room.copy_(own, non_blocking=True)
+        self.there[name] = room
+        host.vacate(own)
+
+    def _squares(self, name: str, own: Tensor) -> Tensor:
+        return squares({name: own}, self.plan, self.device)
+
+    def grads(self) -> dict[str, Tensor]:
+        """Return this rank's shards of the mean gradient by name, without padding, wherever they
+        lie."""
+        near = {n: local(p.grad) for n, p in self.parameters.items() if p.grad is not None}
+        every = near | self.there
+        return {n: every[n] for n in self.parameters if n in every}
+
+    def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
+        """Return the sum of their squares, fp64, as `norm.squares` adds it up."""
+        if not self.there:
+            return squares(grads, self.plan, self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for name in (p.name for u in self.plan.units for p in u.unit.parameters):
+            if name in grads and name not in self.sums:  # near, or not in the last micro-step
+                self.sums[name] = self._squares(name, grads[name].to(self.device))
+            if name in grads:
+                total = total + self.sums[name]
+        return total
+
+    # ------------------------------------------------------------------ updates
+
+    def defer(self, update: Update) -> None:
+        """Update each unit before its next forward."""
+        assert self.pending is None
+        self.pending = update
+        if self.stream is not None:
+            self.ready = torch.cuda.current_stream(self.device).record_event()
+
+    def drop(self) -> None:
+        """Give up an update that changes nothing, as its norm is not finite."""
+        self.pending = None
+
+    def settle(self) -> None:
+        """Update what waits; the current stream goes on afterwards."""
+        if self.pending is not None:
+            for unit in (*list(self.units)[-1:], *list(self.units)[:-1]):
+                self._update(unit)
+            self.pending = None
+        for unit in [*self.under_way]:
+            self._arrived(unit)
+
+    def _unshard(
+        self, unit: str, group: Any, unshard: Callable[..., None], *args: Any, **kwargs: Any
+    ) -> None:
+        if self.pending is not None:
+            self._update(unit)
+            if self.stream is not None:
+                group._wait_all_gather_streams_on_event(self.under_way[unit][0])
+        unshard(*args, **kwargs)
+
+    def _wait(self, unit: str, wait_for_unshard: Callable[[], None]) -> None:
+        self._arrived(unit)  # on one rank FSDP2 copies shards on the current stream
+        wait_for_unshard()
+
+    def _update(self, unit: str) -> None:
+        """Start a unit's update, if it has still to come."""
+        assert self.pending is not None
+        if unit in self.under_way:
+            return
+        if self.stream is None:
+            self.under_way[unit] = None, self.pending(self.units[unit])
+            return
+        self.stream.wait_event(self.ready)
+        with torch.cuda.stream(self.stream):
+            read = self.pending(self.units[unit])
+            self.under_way[unit] = self.stream.record_event(), read
+
+    def _arrived(self, unit: str) -> None:
+        """Let the current stream wait for a unit's update, and let go of what that has read."""
+        end, _ = self.under_way.pop(unit, (None, None))
+        if end is not None:
+            torch.cuda.current_stream(self.device).wait_event(end)
