@@ -32,6 +32,7 @@ train train.param_dtype=fp8 => train.param_dtype='fp8' | 'fp32' | 'bf16' | 'fp16
 train train.param_dtype=fp16 => train.param_dtype=fp16 | engine=virtual | bf16 | fp32
 train train.optimizer_place=host => train.optimizer_place=host
 train train.masters=split => train.masters=split | train.param_dtype=bf16
+train engine=fsdp train.param_dtype=bf16 train.masters=split cluster.tp=2 => cluster.tp=2
 train engine=deepspeed train.param_dtype=bf16 train.masters=split => train.masters=split
 train seed=-1 => seed=-1 | 2^63
 train seed=99999999999999999999 => seed=99999999999999999999 | 2^63

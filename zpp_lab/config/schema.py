@@ -285,6 +285,11 @@ class Config:
             not (self.model.lora.on and self.engine.offload),
             "model.lora keeps its frozen base on the GPU: set engine.offload=false",
         )
+        _need(
+            self.train.masters == "fp32" or self.cluster.tp == 1,
+            f"train.masters=split: tensor parts (cluster.tp={self.cluster.tp}) add up gradients in "
+            "fp32; use cluster.tp=1 or train.masters=fp32",
+        )
         self._check_place()
         half = "fp16" in (self.train.param_dtype, self.train.reduce_dtype)
         _need(
