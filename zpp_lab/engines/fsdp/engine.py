@@ -228,10 +228,10 @@ class FsdpEngine(Engine):
         loss, length = read()
         if not math.isfinite(length):
             self.launched = None
+            self.resident.drop()
             if self.graph.misfit(gradients.odd):
                 self.rolled = rolled
                 return self.step(step, lr, batches, telemetry, ahead)
-            self.resident.drop()
             self._explain(step, batches)
         self.memories.commit(in_place=self.graph.step is not None)
         errors = None

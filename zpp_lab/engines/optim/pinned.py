@@ -46,8 +46,8 @@ class Pages(mmap.mmap):
             if failed:
                 raise MemoryError(
                     f"{size / 2**30:.2f} GiB of host memory cannot be pinned (CUDA error {failed}):"
-                    " set train.optimizer_place=device, or raise the limit of locked memory "
-                    "(ulimit -l)"
+                    " leave more on the GPU (engine.place, train.optimizer_place=device), or "
+                    "raise the limit of locked memory (ulimit -l)"
                 )
             self.registered += (start + at,)
 
