@@ -182,6 +182,23 @@ def unused() -> str:
     return differs(outcomes[0], outcomes[1])
 
 
+def adapters() -> str:
+    """A frozen base stays on the device, encoded; adapters leave it."""
+    from tests.models.lora.models import build, lora, with_lora
+
+    start()
+    cfg, outcomes = lora("q4"), []
+    for make in (real, virtual) if asked() else (real,):
+        config = with_lora("zero3_bf16", 2, 1, cfg, place="host" if make is real else "device")
+        config = replace(config, train=replace(config.train, masters="split"))
+        engine: Any = make(config, build(cfg))
+        done, held = trained(engine)
+        if make is real:
+            check_used(engine)
+        outcomes.append((done, held, kept(engine)))
+    return differs(*outcomes) if asked() else ""
+
+
 def from_meta() -> str:
     """A model without memory fills both planes of its shards."""
     from zpp_lab.config.model import ModelConfig

@@ -15,6 +15,7 @@ from tests.engines.fsdp_world import run_world
 from tests.engines.place_jobs import (
     PAIRWISE,
     Place,
+    adapters,
     alone,
     every,
     from_meta,
@@ -64,6 +65,10 @@ def test_what_is_not_finite_is_named_and_changes_nothing() -> None:
 
 def test_units_that_a_step_does_not_run() -> None:
     assert run_world(2, unused) == ""
+
+
+def test_adapters_on_a_frozen_base() -> None:
+    assert run_world(2, adapters) == ""
 
 
 def test_a_model_that_starts_without_memory() -> None:

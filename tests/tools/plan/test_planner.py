@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,13 +68,39 @@ def test_a_first_hop_that_remembers_too_much_is_told_of_the_second() -> None:
 
 
 def test_offload_and_more_ranks_are_alternatives() -> None:
-    outlook = Outlook.of(compose([*LARGE, "model=13b", "train.batch_size=1"]), 24 * GIB)
+    outlook = Outlook.of(compose([*LARGE, "model=13b", "train.batch_size=1"]), 9 * GIB)
     offloaded, more = list(advise(outlook))[-2:]
     assert offloaded.overrides == ("engine.offload=true",)
     assert not more.outlook.config.engine.offload
     assert more.instead
     assert more.outlook.fits
     assert more.outlook.config.cluster.nodes in (2, 4, 8)
+
+
+def test_as_little_as_fits_goes_to_host_memory() -> None:
+    words = [
+        *LARGE,
+        "model=13b",
+        "train.batch_size=1",
+        "cluster.nodes=1",
+        "cluster.gpus_per_node=1",
+    ]
+    words += ["engine=fsdp", "recipe=zero3"]
+    words += ["model.checkpoint_activations=true", "model.loss_chunk=1024"]
+    outlook = Outlook.of(compose([*words, *BF16]), 66 * GIB)
+    *_, state, masters, place = advise(outlook)
+    assert (state.overrides, masters.overrides) == (
+        ("train.optimizer_state=8bit",),
+        ("train.masters=split",),
+    )
+    assert place.outlook.fits
+    counts = place.outlook.config.engine.place
+    assert isinstance(counts, dict)
+    planes = ["gradients", "moments", "masters"][: len(counts)]
+    assert list(counts) == planes
+    last = planes[-1]
+    less = replace(place.outlook.config.engine, place={**counts, last: counts[last] - 1})
+    assert not Outlook.of(replace(place.outlook.config, engine=less), 66 * GIB).fits
 
 
 @pytest.mark.parametrize(("gib", "code"), [(80, 0), (0.5, 1)])

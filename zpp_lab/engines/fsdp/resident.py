@@ -57,7 +57,7 @@ class Resident:
         self.stream = torch.cuda.Stream(device) if on_gpu and waits else None
         self.ready: Any = None  # the event after which gradients and norm are there
         for name in far:
-            if parameters[name].requires_grad:
+            if name in parameters and parameters[name].requires_grad:
                 parameters[name].register_post_accumulate_grad_hook(partial(self._take, name))
         for unit, module in modules.items() if waits else ():
             for group in param_groups(module):

@@ -197,6 +197,10 @@ def advise(outlook: Outlook) -> Iterator[Advice]:
         if tried.fits:
             yield Advice(moved, tried)
             return
+    placed = _placed(outlook)
+    if placed is not None:
+        yield placed
+        return
     offloaded = ("engine.offload=true",)
     spared = not Residence.of(config).offloads and not config.model.lora.on
     if spared:
@@ -219,6 +223,8 @@ def _cheap(config: Config) -> Iterator[tuple[str, ...]]:
     kinds = ("fp32", "bf16", "8bit")
     for kind in kinds[kinds.index(config.train.optimizer_state) + 1 :]:
         yield (f"train.optimizer_state={kind}",)
+    if config.train.masters == "fp32":
+        yield ("train.masters=split",)
 
 
 def _forget(recipe: RecipeConfig) -> Iterator[tuple[str, ...]]:
@@ -230,6 +236,36 @@ def _forget(recipe: RecipeConfig) -> Iterator[tuple[str, ...]]:
         yield (*hops, f"recipe.{INTRA}.memory.kind=none")
     if any(memory.on and memory.store != "8bit" for memory in wires):
         yield ("recipe.grads.memory.store=8bit",)
+
+
+def _placed(outlook: Outlook) -> Advice | None:
+    """Move as little as suffices to host memory, with the same bits: gradients of some blocks,
+    which leave while the bus is idle, then moments, then the low planes of masters. None where that
+    is not enough, or cannot be."""
+    counts: dict[str, int] = {}
+    units = len(outlook.plan.units)
+
+    def tried(plane: str, count: int) -> Advice | None:
+        listed = ", ".join(f"{name}: {n}" for name, n in {**counts, plane: count}.items())
+        overrides = (f"engine.place={{{listed}}}",)
+        found = _with(outlook, overrides)
+        return Advice(overrides, found) if found.fits else None
+
+    for plane in ("gradients", "moments", "masters"):
+        try:
+            best = tried(plane, units)
+        except ValueError:  # other settings place state, or these masters stay whole
+            return None
+        if best is None:
+            counts[plane] = units
+            continue
+        low, high = 1, units  # the least that fits
+        while low < high:
+            middle = (low + high) // 2
+            less = tried(plane, middle)
+            best, low, high = (less, low, middle) if less else (best, middle + 1, high)
+        return best
+    return None
 
 
 def _more_ranks(outlook: Outlook) -> Advice | None:
