@@ -14,6 +14,8 @@ from tests.experiments.scripts import ROOT
 from zpp_lab.cli.main import main
 from zpp_lab.config.compose import EXPERIMENTS, bare_model, compose
 from zpp_lab.files import conf_dir
+from zpp_lab.tools.plan.planner import Outlook
+from zpp_lab.train.memory.buffers import GIB
 
 HARDWARE = sorted(p.stem for p in (conf_dir() / "hardware").glob("*.yaml"))
 TOKENS = {"pretrain_1b": 2**21, "pretrain_7b": 2**22, "pretrain_13b": 2**22}
@@ -63,6 +65,24 @@ def test_pretraining_fits_eight_gpus_of_80_gib(
     words = [f"experiment={name}", "hardware=8gpus", "--gpu-gib", "80", "--json"]
     assert main(["plan", *words]) == 0
     assert json.loads(capsys.readouterr().out)["fits"]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "host"), [("finetune_13b_1gpu", 1, 116), ("finetune_32b_2gpus", 2, 232)]
+)
+def test_finetuning_of_more_than_the_gpus_hold(
+    name: str, ranks: int, host: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On GPUs of 80 GiB, with as much host memory as can be pinned."""
+    words = [f"experiment={name}", "data.path=RECORDS", "model.path=MODEL"]
+    words += ["data.tokenizer=bytes", "data.tokenizer_path=null"]
+    config = compose(words)
+    assert config.tokens_per_step == 2**16
+    assert config.cluster.world == ranks
+    planned = Outlook.of(config, 80 * GIB)
+    assert planned.fits
+    assert planned.parameters * 10 / ranks > 80 * GIB  # bytes with 8-bit moments alone
+    assert ranks * planned.estimate.host < host * GIB
 
 
 @pytest.mark.slow

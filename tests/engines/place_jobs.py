@@ -189,8 +189,9 @@ def adapters() -> str:
     start()
     cfg, outcomes = lora("q4"), []
     for make in (real, virtual) if asked() else (real,):
-        config = with_lora("zero3_bf16", 2, 1, cfg, place="host" if make is real else "device")
-        config = replace(config, train=replace(config.train, masters="split"))
+        config = with_lora("zero3_bf16", 2, 1, cfg)
+        place = replace(config.engine, place="host" if make is real else "device")
+        config = replace(config, train=replace(config.train, masters="split"), engine=place)
         engine: Any = make(config, build(cfg))
         done, held = trained(engine)
         if make is real:

@@ -37,9 +37,8 @@ from zpp_lab.engines.frozen import mark_all
 from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp.graph import Launched, StepGraph, obstacle
 from zpp_lab.engines.fsdp.kept import Kept
-from zpp_lab.engines.fsdp.masters import Masters
 from zpp_lab.engines.fsdp.prefetch import InVain, Laps, Prefetch, Usage
-from zpp_lab.engines.fsdp.resident import Resident
+from zpp_lab.engines.fsdp.resident import Masters, Resident
 from zpp_lab.engines.fsdp.rollout import all_agree, rolled_bytes, rolling, rollout_traffic
 from zpp_lab.engines.fsdp.sent import Sent
 from zpp_lab.engines.fsdp.state import EngineState

@@ -25,7 +25,7 @@ from zpp_lab.collectives.transport import HostStreams, Overlap, Streams, all_gat
 from zpp_lab.config.wires import UPDATE
 from zpp_lab.engines.frozen import mark
 from zpp_lab.engines.fsdp.comm import Installed
-from zpp_lab.engines.fsdp.masters import master
+from zpp_lab.engines.fsdp.resident import master
 from zpp_lab.engines.optim.shards import local
 
 

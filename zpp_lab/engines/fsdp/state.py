@@ -13,7 +13,7 @@ from zpp_lab.codecs.planes import joined
 from zpp_lab.engines.frozen import check_marks
 from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp.kept import Kept, on_ranks
-from zpp_lab.engines.fsdp.masters import Masters
+from zpp_lab.engines.fsdp.resident import Masters
 from zpp_lab.engines.fsdp.wrap import Wrapped
 from zpp_lab.engines.optim.build import (
     AdamW,
