@@ -234,7 +234,7 @@ def check_cli(words: list[str]) -> None:
 def check_config(words: Sequence[str]) -> None:
     mine = ("run.dir=", "run.arm=", "seed=")  # differ by run, and need no second look
     config = composed(tuple(w for w in words if not w.startswith(mine)))  # the last of a name wins
-    Recipe(config.recipe, config.cluster)
+    Recipe(config.recipe, config.cluster.dp)
 
 
 def check_study(known: argparse.Namespace, overrides: list[str]) -> None:
