@@ -39,6 +39,10 @@ train seed=99999999999999999999 => seed=99999999999999999999 | 2^63
 train seed => name=value | train.steps=100
 train cluster=9x9 => cluster=9x9 | cluster.nodes=3 | cluster.gpus_per_node=4
 train cluster.nodes=0 => cluster.nodes=0
+train cluster=1x2 cluster.tp=2 data.seq_len=33 => cluster.tp=2 | data.seq_len=33
+train engine=fsdp cluster=1x2 cluster.tp=2 model.ffn=65 => cluster.tp=2 | model.ffn=65
+train cluster=1x2 cluster.tp=2 train.optimizer_state=8bit => cluster.tp=2 | train.optimizer_state
+train cluster=2x1 cluster.pp=2 => cluster.pp=2
 train engine=gpu => engine=gpu
 train engine.device=cuda => engine.device=cuda | engine.device=cpu
 train engine.device=cuda:7 => engine.device=cuda | engine.device=cpu

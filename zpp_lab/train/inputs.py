@@ -222,10 +222,10 @@ def planned(config: Config) -> list[tuple[int, Plan]] | None:
 
 
 def _plain(config: Config) -> bool:
-    """Return whether only FSDP2's own collectives, of the built-in decoder, are asked for."""
-    recipe, model = config.recipe, config.model
+    """Return whether only FSDP2's own collectives, of the whole built-in decoder, are asked for."""
+    recipe, model, cluster = config.recipe, config.model, config.cluster
     codecs = any(recipe.wire(wire) != CodecConfig() for wire in WIRES)
     listed = recipe.exempt.names or recipe.rules or recipe.phases
     asked = codecs or listed or "node" in recipe.parts or recipe.copied
     ours = config.engine.name != "deepspeed" and model.name == "llama" and not model.lora.on
-    return ours and not asked
+    return ours and not asked and cluster.tp == cluster.pp == 1
