@@ -119,6 +119,7 @@ def test_memory_has_a_line_of_the_reward_model(reward: Path, tmp_path: Path) -> 
     [
         ("nowhere", "rl.learned"),
         ("empty", "rl.learned"),
+        ("list", "config.json"),
         ("text", "task=text"),
         ("causal", "rl.learned"),
         ("bpe", "data.tokenizer"),
@@ -128,6 +129,8 @@ def test_models_that_are_refused(
     tmp_path: Path, wrong: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "config.json").write_text("[1]")
     lm = ("task=text", "data.pairs=false", "model.scalar_head=false", "train.steps=1")
     if wrong in ("text", "causal"):
         run(compose([*PAIRS, *place(tmp_path, "text"), *lm]))

@@ -53,7 +53,7 @@ class WireWeights:
         if config.cluster.tp > 1 and any(made.asks(wire) for wire in (FORWARD, UPDATE)):
             raise ValueError(
                 f"cluster.tp={config.cluster.tp}: quantized weights of tensor parts are not "
-                "decoded yet: take the master weights"
+                "decoded yet: write the master weights with `zpp-lab export RUN --to hf`"
             )
         return made
 

@@ -21,7 +21,16 @@ from zpp_lab.config.schema import Config
 from zpp_lab.data import PackedData, TokenData
 from zpp_lab.data.prepare import TOKENIZER
 from zpp_lab.data.tokenizer import check_folder, open_outside
-from zpp_lab.files import CONFIG, below, missing, package, parse_json, read_yaml, write_atomic
+from zpp_lab.files import (
+    CONFIG,
+    below,
+    damaged,
+    missing,
+    package,
+    parse_json,
+    read_yaml,
+    write_atomic,
+)
 from zpp_lab.models import build_model
 from zpp_lab.models.start import WeightFiles, differences, materialize
 from zpp_lab.runs.checkpoint.read import open_saved
@@ -145,7 +154,11 @@ def _is_run(path: Path) -> bool:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    return dict(parse_json(path / "config.json", "export the run again"))
+    file, fix = path / "config.json", "export the run again"
+    found = parse_json(file, fix)
+    if not isinstance(found, dict):
+        raise damaged(file, "no mapping", fix)
+    return found
 
 
 def _run(path: Path, device: torch.device) -> tuple[nn.Module, Score]:
