@@ -39,13 +39,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module", params=["bench", "study"])
 def page(pages: dict[str, Path], browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Either page, loaded once for all tests."""
-    with chromium.opened(browser, pages[request.param], 1280, 2) as page:
+    with chromium.opened(browser, pages[request.param], 1280, 1) as page:
         yield page
 
 
 @chromium.widths
 def test_charts_have_marks_fit_and_overlap_nowhere(page: Any, width: int) -> None:
-    chromium.resize(page, width, 2)
+    chromium.resize(page, width, 1)
     drawn = dict(page.locator(".chart").evaluate_all(chromium.PATHS))
     for name in SPEED:
         assert any(len(d) > 20 for d in drawn[f"chart-{name}"]), name
