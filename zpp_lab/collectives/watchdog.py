@@ -75,7 +75,7 @@ class Replay:
 
     def __str__(self) -> str:
         done = self.seen[: len(self.labels)].tolist()
-        waits = (str(x) for x, n in zip(self.labels, done, strict=False) if n < self.number)
+        waits = (str(x) for x, n in zip(self.labels, done, strict=True) if n < self.number)
         return next(waits, "the step's kernels")
 
 

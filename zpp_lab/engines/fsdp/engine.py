@@ -248,13 +248,13 @@ class FsdpEngine(Engine):
         what has been gathered and reduced."""
         if watch is not None:
             self._alone()
-            return Launched(step, self._passes(step, self._own(batches), watch), "")
+            return Launched(step, self._passes(step, self._own(batches), watch))
         launched, self.launched = self.launched, None
         if launched is not None and launched.step == step:
             self.graph.put_back()
             return launched
         if not self.graph.ready or not self.memories.steady(step):
-            return Launched(step, self.graph.eager(step, self._own(batches)), "")
+            return Launched(step, self.graph.eager(step, self._own(batches)))
         self.memories.start(step)
         return self.graph.replay(step, self._own(batches))
 
@@ -327,7 +327,9 @@ class FsdpEngine(Engine):
         absent = frozenset(self.parameters.keys() - self.resident.grads().keys())
         return self.plan.all_used(absent).reduced
 
-    def _totals(self, losses: Tensor, grads: dict[str, Tensor], odd: str) -> tuple[Tensor, Tensor]:
+    def _totals(
+        self, losses: Tensor, grads: dict[str, Tensor], odd: str | None
+    ) -> tuple[Tensor, Tensor]:
         """Losses fp64 [micro-steps, W], and the norm: alike on all ranks."""
         tp, mine = self.config.cluster.tp, self.parts.counted(grads) if self.parts else grads
         own = torch.cat((losses, self.resident.squares(mine).view(1)))

@@ -115,12 +115,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Launched:
-    """A replay that is under way. made: what the step returns; odd: what of this rank's batch does
-    not fit the captured step, which then computes with the last one that did."""
+    """A step that is under way. made: what it returns; odd: of a replay, what of this rank's batch
+    does not fit the captured step, which then computes with the last batch that did. None: it is no
+    replay."""
 
     step: int
     made: Any
-    odd: str
+    odd: str | None = None
 
 
 class StepGraph:
@@ -202,7 +203,7 @@ class StepGraph:
         """Run a step from its graph, which is captured if there is none; where that fails on a
         rank, eagerly on all."""
         if not self._there and not self._capture(step, batches):
-            return Launched(step, self.run(step, batches), "")
+            return Launched(step, self.run(step, batches))
         launched = self._launch(step, batches)
         self.put_back()
         return launched
@@ -235,10 +236,10 @@ class StepGraph:
         self._rebase()
         return Launched(step, captured.made, odd)
 
-    def misfit(self, odd: str) -> bool:
-        """Whether the step has to run again, as some rank's batch did not fit; `odd`: of this
-        rank's. Every rank asks, of a step whose norm is not finite."""
-        if self.step is None:
+    def misfit(self, odd: str | None) -> bool:
+        """Whether the step has to run again, as some rank's batch did not fit; `odd`: `Launched`'s.
+        Every rank asks, of a step whose norm is not finite."""
+        if odd is None:
             return False
         odd = self._first(odd)
         if odd:
