@@ -247,7 +247,6 @@ class Read:
         if last or not mean.is_cuda:
             mean.item()
         else:
-            torch.empty_like(mean, device="cpu", pin_memory=True).copy_(mean, non_blocking=True)
             self.before = torch.cuda.Event()
             self.before.record()
         return time.perf_counter() - began
