@@ -3,8 +3,8 @@ start; the next start does what is left, so that it costs no other job its answe
 
     torchrun --nproc-per-node 2 -m tests.loop_world FOLDER 2x1 groups cuda swapped:amsp_node ...
 
-On GPUs a rank that goes on has begun a reduction when it hears that others differ, and nothing can
-follow on such a communicator: each of these cases of `experts` ends its start.
+On a GPU, a rank may have started a reduction before it learns that the others differ. That
+communicator cannot be used again, so each such case of `experts` ends its start.
 """
 
 from __future__ import annotations
