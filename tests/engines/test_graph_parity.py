@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,7 @@ import pytest
 from tests.engines import graph_world
 from tests.engines.fsdp_world import run_world
 from tests.engines.graph_jobs import NAMES, OWN, hindered, on_cpu
-from tests.two_ranks import environment, starting, two_ranks
+from tests.two_ranks import answers_of, two_ranks
 
 # drawn noise and secondary weights; differences and residuals over micro-steps; phases
 QUICK = ("stochastic_secondary", *OWN)
@@ -98,22 +95,7 @@ def test_a_graph_that_is_given_up_soon_is_not_captured(found: dict[str, Any]) ->
 @pytest.fixture(scope="module")
 def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All answers of one start of two ranks; with its output where it has failed."""
-    answers = tmp_path_factory.mktemp("graphs") / "answers"
-    command = starting("tests.engines.graph_world", str(answers))
-    log = answers.with_suffix(".log")
-    with log.open("wb") as file:
-        done = subprocess.run(
-            command,
-            cwd=Path(__file__).parents[2],
-            env=environment(),
-            stdout=file,
-            stderr=file,
-            timeout=300,
-            check=False,
-        )
-    lines = answers.read_text().splitlines() if answers.exists() else []
-    text = log.read_text(errors="replace") if done.returncode else ""
-    return {"output": text[-6000:], **dict(json.loads(line) for line in lines)}
+    return answers_of("tests.engines.graph_world", tmp_path_factory.mktemp("graphs"), 300)
 
 
 @pytest.mark.gpu

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +19,7 @@ from tests.engines.place_jobs import (
     stopped,
     unused,
 )
-from tests.two_ranks import COUNT, environment, starting, two_ranks
+from tests.two_ranks import COUNT, answers_of, two_ranks
 from zpp_lab.config.compose import compose
 from zpp_lab.config.residence import EVERY, Residence
 
@@ -87,27 +83,6 @@ def test_recipes(case: str) -> None:
     assert run_world(4, every, {case: SOME}, 2, 2) == {}
 
 
-def on_gpus(world: int, folder: Path) -> dict[str, Any]:
-    """All answers of one start; with its output where it has failed."""
-    answers = folder / "answers"
-    command = starting("tests.engines.place_world", str(answers))
-    if world == 1:
-        start = "-m torch.distributed.run --standalone --nproc-per-node=1 -m"
-        command = [sys.executable, *start.split(), "tests.engines.place_world", str(answers)]
-    done = subprocess.run(
-        command,
-        cwd=Path(__file__).parents[2],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    lines = answers.read_text().splitlines() if answers.exists() else []
-    output = (done.stdout + done.stderr)[-6000:] if done.returncode else ""
-    return {"output": output, **dict(json.loads(line) for line in lines)}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "world",
@@ -118,7 +93,7 @@ def on_gpus(world: int, folder: Path) -> dict[str, Any]:
 )
 def test_gpus(world: int, tmp_path: Path) -> None:
     """With updates that are held up; and the same without waiting for them shows."""
-    found = on_gpus(world, tmp_path)
+    found = answers_of("tests.engines.place_world", tmp_path, 400, world)
     wanted = dict.fromkeys(place_world.names(world), "") | {"without a wait": True}
     assert {n: found.get(n, "missing") for n in wanted} == wanted, found["output"]
 
