@@ -10,9 +10,9 @@ import pytest
 from zpp_lab.config.compose import compose
 from zpp_lab.runs.metrics import from_json
 from zpp_lab.train.launch import launcher
-from zpp_lab.train.memory import estimate
+from zpp_lab.train.memory import host
 from zpp_lab.train.memory.buffers import GIB
-from zpp_lab.train.memory.estimate import check_host_memory
+from zpp_lab.train.memory.host import check_host_memory
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Failed:
 
 
 def test_what_cannot_fit_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "memory_bytes", lambda: 32 * GIB)
+    monkeypatch.setattr(host, "memory_bytes", lambda: 32 * GIB)
     wide = ["engine=fsdp", "engine.device=cpu", "cluster=1x8"]
     check_host_memory(compose([*wide, "model=125m"]))
     with pytest.raises(ValueError, match=r"8 ranks .*\d\.\d GiB .*32\.0 GiB"):
@@ -45,7 +45,7 @@ def test_what_encoders_remember_is_counted_with_what_to_do(
     engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2 × 4 ranks that each remember 125M elements and, between nodes, a quarter of these."""
-    monkeypatch.setattr(estimate, "memory_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr(host, "memory_bytes", lambda: 8 * GIB)
     words = [f"engine={engine}", "engine.device=cpu", "cluster=2x4", "model=125m", "recipe=g2_ef"]
     words += ["recipe.grads.memory.store=fp32", "data.seq_len=64", "train.batch_size=1"]
     held = {"fsdp": r"1\.2", "virtual": r"10\.0"}[engine]  # of each rank, or of all

@@ -62,7 +62,7 @@ from zpp_lab.train.launch.place import (
     prepare_graphs,
     see_own_gpus,
 )
-from zpp_lab.train.memory.estimate import KILLED, check_host_memory
+from zpp_lab.train.memory.host import KILLED, check_host_memory
 from zpp_lab.train.time_slice import JOB, UNFINISHED
 
 _ELASTIC = "torch.distributed.elastic.multiprocessing.api"

@@ -50,7 +50,8 @@ def memory_need(config: Config) -> Needed | None:
 
 def _memory_need(config: Config) -> Needed | None:
     from zpp_lab.engines.build import plan_of, vocabulary
-    from zpp_lab.train.memory.estimate import estimate, virtual_bytes
+    from zpp_lab.train.memory.estimate import estimate
+    from zpp_lab.train.memory.host import virtual_bytes
 
     if config.engine.name == "virtual":
         return Needed(virtual_bytes(config), at_least=True)
@@ -69,7 +70,8 @@ def host_bytes(config: Config) -> int | None:
 
 def _host_bytes(config: Config) -> int | None:
     from zpp_lab.engines.build import plan_of, vocabulary
-    from zpp_lab.train.memory.estimate import estimate, virtual_bytes
+    from zpp_lab.train.memory.estimate import estimate
+    from zpp_lab.train.memory.host import virtual_bytes
 
     if config.engine.name == "virtual":
         return 2 * virtual_bytes(config)
