@@ -31,6 +31,7 @@ from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.fsdp.engine import FsdpEngine
 from zpp_lab.engines.fsdp.resident import Resident
 from zpp_lab.models import build_model
+from zpp_lab.runs.checkpoint.read import flat, local
 
 MODEL = ModelConfig(dim=384, layers=4, heads=4, kv_heads=2, ffn=1024)
 HELD = 20_000_000  # clocks that an update is held up, about 10 ms
@@ -43,13 +44,18 @@ CASES = {
 
 def names(world: int) -> list[str]:
     """The name of every answer of `main`."""
-    return [*(f"{case}, {place}" for case in CASES[world] for place in SOME), "without a wait"]
+    every = (f"{case}, {place}" for case in CASES[world] for place in SOME)
+    return [*every, "by the host", "without a wait"]
+
+
+def made(case: str, place: Place, transport: Any, device: torch.device) -> FsdpEngine:
+    config = placed(case, dist.get_world_size(), 1, place, device="cuda", graph=False)
+    model = build_model(MODEL, 37, device=str(device), seed=3)
+    return FsdpEngine(model, build_plan(model, config), config, device, transport)
 
 
 def outcome(case: str, place: Place, transport: Any, device: torch.device) -> Any:
-    config = placed(case, dist.get_world_size(), 1, place, device="cuda", graph=False)
-    model = build_model(MODEL, 37, device=str(device), seed=3)
-    engine = FsdpEngine(model, build_plan(model, config), config, device, transport)
+    engine = made(case, place, transport, device)
     found = trained(engine)
     check_used(engine)
     return (*found, kept(engine))
@@ -66,6 +72,16 @@ def hold_up() -> None:
         update(self, unit)
 
     Resident._update = late  # type: ignore[method-assign]
+
+
+def by_the_host(case: str, transport: Any, device: torch.device) -> bool:
+    """Whether the host, which no stream holds back, finds a state complete as soon as it has it."""
+    engine = made(case, "host", transport, device)
+    trained(engine)
+    there = [local(t) for _, t in flat(engine.state_dict()) if not local(t).is_cuda]
+    at_once = [t.clone() for t in there]
+    torch.cuda.synchronize()
+    return len(there) > 0 and all(map(torch.equal, at_once, there))
 
 
 def without_a_wait(case: str, transport: Any, device: torch.device) -> bool:
@@ -107,6 +123,7 @@ def main() -> None:
         wanted = run(case, "device")
         for place in SOME:
             keep(f"{case}, {place}", differs(run(case, place), wanted))
+    keep("by the host", by_the_host("split_zero3", transport, device))
     keep("without a wait", without_a_wait("split_zero3", transport, device))
     dist.barrier()
     torch.cuda.synchronize()

@@ -338,6 +338,18 @@ def test_nothing_else_takes_a_flip_either(tmp_path: Path) -> None:
     assert run(small(tmp_path, "train.keep_checkpoints=1", "run.resume=false"))["steps"] == 12
 
 
+def test_host_memory_is_copied_once_a_gpu_has_written_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moments come before the weights, whose copy would wait for the GPU."""
+    moments = torch.zeros(3, 5)
+    store = Checkpoints(tmp_path, 1, device="cuda")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: moments.fill_(7))
+    store.save(1, {"optimizer": {"exp_avg": {"a": moments}}, "weights": {"a": torch.ones(3, 5)}})
+    store.wait()
+    assert (Saved(store.path(1)).state()["optimizer"]["exp_avg"]["a"] == 7).all()
+
+
 def test_the_newest_whole_one_is_used(
     saved: tuple[Path, list[list[float]]], tmp_path: Path
 ) -> None:

@@ -188,7 +188,7 @@ class FsdpEngine(Engine):
         """Prepare for anything but a usual step: a graph's memory, and what its steps have left in
         it, is given back."""
         self.launched = None  # it has changed nothing that lasts
-        self.resident.settle()
+        self.settle()
         self.wrapped.reshard()
         self.graph.interrupt()
 
@@ -389,8 +389,11 @@ class FsdpEngine(Engine):
             update(self.parameters)
 
     def settle(self) -> None:
-        """Finish the last step's update, before anything but another step looks at the state."""
+        """Finish the last step's update, before anything but another step looks at the state. No
+        stream keeps the host from reading and writing what lies in host memory: it waits."""
         self.resident.settle()
+        if self.device.type == "cuda" and self.residence.passes:
+            torch.cuda.synchronize(self.device)
 
     def _explain(self, step: int, batches: Batches) -> None:
         """The step is a pure function of the state: run it again and look at every value. No rank

@@ -135,7 +135,9 @@ class Checkpoints:
         written = [replace(p, dtype=torch.bfloat16) for p in parts] if light else parts
         sizes = self.ranks.gather((sum(p.tensor.nbytes for p in parts), _nbytes(written)))
         largest, total = max(s[0] for s in sizes), sum(s[1] for s in sizes)
-        host = self.saving.host
+        host, began = self.saving.host, time.perf_counter()
+        if self.device.type == "cuda":  # no stream keeps us from host memory that a GPU writes
+            torch.cuda.synchronize(self.device)
         if host is not None and largest <= host:
             self.held = {p.name: self._copied(p) for p in written}
             copy = [replace(p, tensor=self.held[p.name]) for p in written]
@@ -147,9 +149,6 @@ class Checkpoints:
             )
             self.writing.start()
             return
-        began = time.perf_counter()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
         self._write(step, written, total, light, origin, self.device)
         if self.fault is None and self.rank == 0 and host is not None:
             print(
