@@ -22,7 +22,7 @@ from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.fsdp.engine import FsdpEngine
-from zpp_lab.engines.optim import update as host
+from zpp_lab.engines.optim import host
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.runs.checkpoint.read import Saved
 from zpp_lab.runs.checkpoint.write import Checkpoints, Saving

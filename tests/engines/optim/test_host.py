@@ -9,7 +9,7 @@ import torch
 
 from tests.engines.optim.test_states import KINDS, gradients, started
 from zpp_lab.config.schema import TrainConfig
-from zpp_lab.engines.optim import update as host
+from zpp_lab.engines.optim import host
 from zpp_lab.engines.optim.build import adamw, load_optimizer_state, optimizer_state, update
 from zpp_lab.engines.optim.states import StateKind
 

@@ -8,7 +8,9 @@ import mmap
 import pytest
 import torch
 
-from zpp_lab.engines.optim import pinned
+from zpp_lab.engines.optim import host
+
+GPU = torch.device("cuda")
 
 
 class Driver:
@@ -38,12 +40,12 @@ def test_pages_are_pinned_in_pieces_and_freed(
 ) -> None:
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(pinned, "PIECE", piece)
-    monkeypatch.setattr(pinned, "TOUCHED", touched)
-    made = pinned.zeros((5, 1025), torch.float32, pin=True)
+    monkeypatch.setattr(host, "PIECE", piece)
+    monkeypatch.setattr(host, "TOUCHED", touched)
+    made = host.zeros((5, 1025), torch.float32, GPU, True)
     assert made.shape == (5, 1025)
     assert not made.any()
-    wanted = pinned.pinned_bytes(4 * 5 * 1025)
+    wanted = host.pinned_bytes(4 * 5 * 1025)
     assert wanted - mmap.PAGESIZE < made.nbytes <= wanted
     assert sum(driver.held.values()) == wanted
     assert min(driver.held) == made.data_ptr()
@@ -61,24 +63,24 @@ def test_pages_are_pinned_in_pieces_and_freed(
 def test_what_cannot_be_pinned_is_named_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(fails=3)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(pinned, "PIECE", mmap.PAGESIZE)
+    monkeypatch.setattr(host, "PIECE", mmap.PAGESIZE)
     with pytest.raises(MemoryError, match=r"train\.optimizer_place"):
-        pinned.zeros((4, mmap.PAGESIZE), torch.uint8, pin=True)
+        host.zeros((4, mmap.PAGESIZE), torch.uint8, GPU, True)
     gc.collect()
     assert driver.held == {}
 
 
 def test_without_a_gpu_memory_is_plain_and_nothing_takes_none() -> None:
-    assert pinned.zeros((3,), torch.bfloat16, pin=False).dtype == torch.bfloat16
-    assert pinned.zeros((0, 4), torch.uint8, pin=True).shape == (0, 4)
-    assert pinned.pinned_bytes(0) == 0
-    assert pinned.pinned_bytes(1) == mmap.PAGESIZE
+    assert host.zeros((3,), torch.bfloat16, torch.device("cpu"), True).dtype == torch.bfloat16
+    assert host.zeros((0, 4), torch.uint8, GPU, True).shape == (0, 4)
+    assert host.pinned_bytes(0) == 0
+    assert host.pinned_bytes(1) == mmap.PAGESIZE
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_copies_from_and_to_it() -> None:
-    there = pinned.zeros((3, 2**20 + 1), torch.float32, pin=True)
+    there = host.zeros((3, 2**20 + 1), torch.float32, GPU, True)
     assert there.is_pinned()
     near = torch.randn(there.shape, device="cuda")
     there.copy_(near, non_blocking=True)

@@ -29,8 +29,7 @@ from zpp_lab.collectives.plan import Plan
 from zpp_lab.engines.fsdp.base import own_rows
 from zpp_lab.engines.fsdp.comm import param_groups
 from zpp_lab.engines.norm import squares
-from zpp_lab.engines.optim import pinned
-from zpp_lab.engines.optim import update as host
+from zpp_lab.engines.optim import host
 from zpp_lab.engines.optim.shards import local, sharded_as
 
 # of the parameters of these names; returns what it reads
@@ -84,7 +83,7 @@ class Resident:
         if own.is_cuda:
             own.record_stream(torch.cuda.current_stream(self.device))
         if name not in self.rooms:
-            self.rooms[name] = pinned.zeros(own.shape, own.dtype, own.is_cuda)
+            self.rooms[name] = host.zeros(own.shape, own.dtype, own.device, True)
         room = self.rooms[name]
         if name in self.there:  # as FSDP2 adds up micro-steps
             own = room.to(self.device, non_blocking=True, copy=True).add_(own)
@@ -223,7 +222,7 @@ class Masters:
     def _low(self, name: str, p: Tensor) -> Tensor:
         if name not in self.low:
             high = local(p.detach())
-            own = host.zeros(tuple(high.shape), torch.int16, high.device, name in self.far)
+            own = host.zeros(high.shape, torch.int16, high.device, name in self.far)
             self.low[name] = sharded_as(p, own, p.shape)
         return self.low[name]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zpp_lab.codecs.planes import joined, split
 from zpp_lab.config.residence import PLANES, Plane
-from zpp_lab.engines.optim import update as host
+from zpp_lab.engines.optim import host
 from zpp_lab.engines.optim import update as kernel
 from zpp_lab.engines.optim.shards import gradients, local, sharded_as
 from zpp_lab.engines.optim.states import (
@@ -38,7 +38,6 @@ from zpp_lab.engines.optim.states import (
     row_noise,
     to_bf16,
 )
-from zpp_lab.engines.optim.update import Streams
 
 BATCH = 2**23
 SCRATCH = 20  # bytes an element: two moments, the update and what encoding takes
@@ -70,7 +69,7 @@ class CompactAdamW(torch.optim.Optimizer):
     of them; then `low` has the others, and gradients are bf16. `step` needs the number of the
     training step, which with `seed` decides how moments are rounded. `far`: the parameters of which
     `moments`, `masters` (their low planes) or `gradients` lie in host memory; these pass through
-    the parameters' device (`update.py`), with the same bits."""
+    the parameters' device (`host.py`), with the same bits."""
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class CompactAdamW(torch.optim.Optimizer):
         self.noise: Tensor | None = None
         # Kept from step to step: torch keeps what a stream has freed for that stream alone, so
         # with new ones in every step tens of stages would lie about.
-        self.streams: Streams | None = None
+        self.streams: host.Streams | None = None
         every = [p for group in self.param_groups for p in group["params"]]
         self.offsets = {p: 7919 * i % SPREAD for i, p in enumerate(every)}
         self.kinds = {p: kind_of(p.shape, kind) for p in every}
@@ -154,7 +153,7 @@ class CompactAdamW(torch.optim.Optimizer):
         self.grads = grads
         passing = any(p in far for far in self.far.values() for p in every)
         if passing and self.streams is None:
-            self.streams = Streams(self.device)
+            self.streams = host.Streams(self.device)
         for group, parameters in zip(self.param_groups, trained, strict=True):
             if not passing or self.streams is None:
                 self._change(group, parameters)

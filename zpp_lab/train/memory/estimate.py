@@ -23,8 +23,7 @@ from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.norm import square_bytes
 from zpp_lab.engines.optim import BATCH, SCRATCH, SPLITTING, StateKind, state_bytes
-from zpp_lab.engines.optim.pinned import pinned_bytes
-from zpp_lab.engines.optim.update import STAGE, STREAMS, pinned_state_bytes
+from zpp_lab.engines.optim.host import STAGE, STREAMS, pinned_bytes, pinned_state_bytes
 from zpp_lab.engines.units import far_names, is_untouched
 from zpp_lab.models.lora import A as LORA_A
 from zpp_lab.models.loss import heldout_size

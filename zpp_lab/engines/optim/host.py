@@ -1,24 +1,34 @@
-"""Host memory of exact sizes from which a GPU copies directly.
+"""Host memory from which a GPU copies directly, and the streams in which it does.
 
 torch pins through an allocator that rounds each tensor up to a power of two, and clears its pages
 with one thread: 38 GiB a rank took most of 45 s. Here pages come from the system, several threads
 touch them, and the driver registers them in pieces, in a third of the time.
+
+A step uses each moment once, so moments need not lie on the GPU, nor low planes of masters or
+gradients. They come in some parameters at a time, are updated by the same code and to the same bits
+as on the GPU, and all but gradients go out again. Two streams take turns (`Streams`), so that one's
+come while the other's go: the bus carries both ways at once.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from math import prod
 
 import torch
 from torch import Tensor
 
+from zpp_lab.engines.optim.states import StateKind, moment_bytes
+
 PIECE = 2**34  # bytes that the driver registers at a time
 TOUCHED = 2**26  # bytes of a thread's turn
 THREADS = 12
+STAGE = 2**28  # bytes from host memory that a stream has on the GPU; one parameter's may be more
+STREAMS = 2
 
 
 class Pages(mmap.mmap):
@@ -56,12 +66,13 @@ class Pages(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(start)
 
 
-def zeros(shape: Iterable[int], dtype: torch.dtype, pin: bool) -> Tensor:
-    """Allocate zeros in host memory, from which GPUs copy directly if `pin`."""
+def zeros(shape: Iterable[int], dtype: torch.dtype, device: torch.device, far: bool) -> Tensor:
+    """Allocate zeros on `device`, or (`far`) in host memory, from which a GPU `device` copies
+    directly."""
     size = tuple(shape)
     nbytes = prod(size) * dtype.itemsize
-    if not pin or not nbytes:
-        return torch.zeros(size, dtype=dtype)
+    if not far or device.type != "cuda" or not nbytes:
+        return torch.zeros(size, dtype=dtype, device="cpu" if far else device)
     pages = Pages(-1, pinned_bytes(nbytes))
     pages.touch()
     pages.register()
@@ -71,3 +82,38 @@ def zeros(shape: Iterable[int], dtype: torch.dtype, pin: bool) -> Tensor:
 def pinned_bytes(nbytes: int) -> int:
     """Return the bytes of the pages that a tensor takes."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def pinned_state_bytes(shape: Sequence[int], kind: StateKind) -> int:
+    """Return the pinned bytes of both moments of a shard and their scales."""
+    return 2 * sum(map(pinned_bytes, moment_bytes(shape, kind)))
+
+
+class Streams:
+    """Streams next to the current one, in turns; a CPU has none, and everything runs in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.streams = [torch.cuda.Stream(device) for _ in range(STREAMS)] if cuda else []
+        self.turns = 0
+
+    @contextmanager
+    def next(self) -> Iterator[None]:
+        """Run the body's work after what the current stream has so far."""
+        if not self.streams:
+            yield
+            return
+        stream = self.streams[self.turns % STREAMS]
+        self.turns += 1
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+
+    def join(self) -> None:
+        """Let the current stream wait for all of them."""
+        for stream in self.streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+
+def vacate(tensor: Tensor) -> None:
+    """Tell that what came from host memory is used up; tests then fill it with NaN."""
