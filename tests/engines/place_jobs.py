@@ -69,9 +69,8 @@ def trained(engine: Any, first: int = 0, last: int = STEPS) -> tuple[list[Any], 
 def check_used(engine: FsdpEngine) -> None:
     """What should have left has left, and the last update waits where it should."""
     resident, far = engine.resident, engine.far
-    trained = {n for n, p in engine.optimizer.state.items()}
-    names = {n for n, p in engine.parameters.items() if p in trained}
-    assert set(resident.there) == far["gradients"] & names
+    trained = {n for n, p in engine.parameters.items() if p in engine.optimizer.state}
+    assert set(resident.there) == far["gradients"] & trained
     assert (resident.pending is not None) == engine.residence.waits
     near = [n for n, p in engine.parameters.items() if p.grad is not None]
     assert near == []

@@ -87,10 +87,9 @@ class FsdpEngine(Engine):
         own = {f: p.cell(part) if p.parts else p for f, p in self.plans.items()}
         self.base = FrozenBase(model, plan)
         self.residence = Residence.of(config)
-        cut = config.train.masters == "split"
         self.far = far_names(plan, self.residence)
-        cut_shards = cut, self.shards, self.part
-        self.masters = Masters(model, self.base.names, *cut_shards, self.far["masters"])
+        cut, far = config.train.masters == "split", self.far["masters"]
+        self.masters = Masters(model, self.base.names, cut, self.shards, self.part, far)
         units = named_units(model, config.engine.blocks_per_unit)
         self.wrapped: Wrapped = wrap(
             model,
@@ -244,8 +243,8 @@ class FsdpEngine(Engine):
         return StepResult(loss, length, sent, errors, laps.seconds)
 
     def _gradients(self, step: int, batches: Batches, watch: RankWatch | None) -> Launched:
-        """Forward and backward of every micro-step; this rank's losses, fp64 [micro-steps], and
-        what has been gathered and reduced."""
+        """Run forward and backward of every micro-step, or take the step that was launched ahead.
+        `made`: this rank's losses, fp64 [micro-steps], and what has been gathered and reduced."""
         if watch is not None:
             self._alone()
             return Launched(step, self._passes(step, self._own(batches), watch))
@@ -265,7 +264,7 @@ class FsdpEngine(Engine):
     def _passes(
         self, step: int, batches: Sequence[Batch], watch: RankWatch | None = None
     ) -> tuple[Tensor, StepUse]:
-        """The same of this rank's batches, one a micro-step, on this very call."""
+        """Run them in this very call, on this rank's batches, one a micro-step; returns `made`."""
         self.wrapped.reshard()
         self.resident.start()
         self.memories.start(step)

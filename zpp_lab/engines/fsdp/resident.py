@@ -5,9 +5,8 @@ Nothing here changes a bit. A gradient's sum of squares is taken on the device i
 micro-step, and the norm adds them in the plan's order, so it is known before any weight changes.
 The update has a stream of its own, on which a unit's planes come in, are updated and leave again
 (`CompactAdamW`) while the units before it compute. FSDP2's gathers wait for it, and so does the
-computing stream, which lets go of the gradients only then. A backward comes after every forward, so
-a gradient cannot arrive where the last one has not been used: that holds for units that a step does
-not run as well, which are updated after its first forward.
+computing stream, which lets go of the gradients only then. Units that a step does not run are
+updated after its first forward. So no backward overwrites a gradient that is still to be used.
 
 `Masters` are fp32 shards, or (train.masters=split) their high planes. FSDP2 shards, gathers and
 gives gradients to these, in bf16; the low ones lie next to them, sharded alike. In turn no fp32
@@ -32,7 +31,7 @@ from zpp_lab.engines.norm import squares
 from zpp_lab.engines.optim import host
 from zpp_lab.engines.optim.shards import local, sharded_as
 
-# of the parameters of these names; returns what it reads
+# updates the parameters of these names; returns what it reads
 Update = Callable[[Iterable[str]], object]
 
 
