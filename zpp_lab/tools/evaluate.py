@@ -16,7 +16,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -45,7 +44,7 @@ from zpp_lab.runs.checkpoint.read import SavedWeights
 from zpp_lab.tools.export.card import RECORD, rounded_to
 from zpp_lab.tools.export.model import MergedWeights, open_run
 from zpp_lab.tools.export.wire import WireWeights, codec_text, parse_codec
-from zpp_lab.train.evaluation import Heldout, open_heldout
+from zpp_lab.train.evaluation import Heldout, open_heldout, perplexity
 from zpp_lab.train.resume import check_reads, warn_of_change
 
 
@@ -174,7 +173,8 @@ _SHORT = {str(t).removeprefix("torch."): name for name, t in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Row:
-    """One model on the held-out tokens. heldout_loss: nats a token; perplexity: e to its power."""
+    """One model on the held-out tokens. heldout_loss: nats a token; perplexity: e to its power. Of
+    a reward model: nats a pair, and no perplexity; `tokens` are the texts of its pairs."""
 
     path: str
     recipe: str  # empty for a folder that no run is behind
@@ -184,10 +184,10 @@ class Row:
     computed_by: str  # whose model: zpp_lab or transformers
     dtype: str  # of what it computes in
     heldout_loss: float
-    perplexity: float
+    perplexity: float | None
     tokens: int
     heldout_hash: str  # equal ones mean that losses can be compared
-    heldout_accuracy: float  # the share of tokens that are predicted, 0 to 1
+    heldout_accuracy: float  # the share of tokens that are predicted, or of pairs, 0 to 1
     heldout_bits_per_byte: float | None  # None where the tokenizer does not tell bytes of text
 
 
@@ -307,7 +307,7 @@ class Bench:
             computed_by="zpp_lab" if ours else "transformers",
             dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
             heldout_loss=loss,
-            perplexity=math.exp(loss) if loss < 700 else math.inf,
+            perplexity=None if self.heldout.pairs else perplexity(loss),
             tokens=self.count,
             heldout_hash=self.heldout.hash,
             heldout_accuracy=self.heldout.accuracy(scores)["heldout_accuracy"],
@@ -428,14 +428,15 @@ def table(rows: Sequence[Row]) -> str:
             _how(row),
             "" if row.step is None else str(row.step),
             f"{row.heldout_loss:.5f}",
-            f"{row.perplexity:.4f}",
+            "" if row.perplexity is None else f"{row.perplexity:.4f}",
             f"{row.heldout_loss - rows[0].heldout_loss:+.5f}",
             f"{row.heldout_accuracy:.2%}",
             "" if row.heldout_bits_per_byte is None else f"{row.heldout_bits_per_byte:.4f}",
         ]
         for row in rows
     ]
-    text = f"{text_table(names, cells, left=3)}\n\n{rows[0].tokens:,} held-out tokens"
+    what = "texts of held-out pairs" if rows[0].perplexity is None else "held-out tokens"
+    text = f"{text_table(names, cells, left=3)}\n\n{rows[0].tokens:,} {what}"
     return f"{text}{_unlike(rows)}"
 
 

@@ -28,6 +28,7 @@ from zpp_lab.models import build_model
 from zpp_lab.models.objective import pair_losses
 from zpp_lab.runs.checkpoint.read import Saved, flat
 from zpp_lab.runs.metrics import read
+from zpp_lab.tools.evaluate import evaluate, table
 from zpp_lab.tools.plan.law import covers
 from zpp_lab.train.memory.estimate import estimate
 from zpp_lab.train.speed import step_flops
@@ -245,6 +246,14 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, where: str) -> Non
     run(other)
     assert lines(other) == lines(whole)
     assert same_end(other, whole)
+
+
+def test_evaluate_speaks_of_pairs(tmp_path: Path) -> None:
+    summary = run(small(tmp_path, "run"))
+    rows = evaluate([tmp_path / "run"])
+    assert rows[0].heldout_loss == summary["heldout_loss_master"]
+    assert {row.perplexity for row in rows} == {None}
+    assert "pairs" in table(rows)
 
 
 def test_a_run_begins_with_a_language_model(tmp_path: Path) -> None:
