@@ -114,9 +114,10 @@ def _bar(title: str, metric: str) -> Panel:
 
 
 def _losses() -> list[Panel]:
+    """Losses, in nats a token or, of reward models, a pair: a study alone does not tell which."""
     return [
-        _line("Held-out loss (nats per token)", ["heldout_loss"]),
-        _line("Training loss (nats per token)", ["loss"]),
+        _line("Held-out loss (nats)", ["heldout_loss"]),
+        _line("Training loss (nats)", ["loss"]),
         _line("Gradient norm", ["grad_norm"], log_y=True),
     ]
 
