@@ -54,6 +54,10 @@ class RlConfig:
             "for each of rl.rewards, or none",
         )
         need(
+            self.learned != "",
+            "rl.learned is empty: set it to a run of task=reward, or leave it out",
+        )
+        need(
             ("learned" in self.rewards) == bool(self.learned),
             f"rl.learned={self.learned} with rl.rewards={self.rewards}: the reward `learned` and "
             "its model need each other; set rl.learned=RUN and put learned into rl.rewards",

@@ -150,7 +150,7 @@ def _rl(config: Config) -> None:
     if config.rl.learned:
         from zpp_lab.train.rl.learned import check_learned  # imports torch
 
-        check_learned(config)
+        check_learned(Path(config.rl.learned))
     for name in {*config.rl.rewards} - {LEARNED}:
         reward(name)
     if config.data.tokenizer != "bpe":  # which learns from its text first

@@ -26,7 +26,7 @@ from zpp_lab.runs.checkpoint.read import Saved, flat
 from zpp_lab.tools.export.model import export_hf
 from zpp_lab.train.memory.estimate import estimate
 from zpp_lab.train.rl import rewards
-from zpp_lab.train.rl.learned import Learned
+from zpp_lab.train.rl.learned import Learned, check_learned
 from zpp_lab.train.trainer import run
 
 REWARD = ("rl.rewards=[addition,learned]", "rl.weights=[0,1]")
@@ -147,8 +147,22 @@ def test_models_that_are_refused(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("labels", [{}, {"num_labels": 3}, {"id2label": {"0": "a", "1": "b"}}])
+def test_classifiers_with_several_labels_are_refused(tmp_path: Path, labels: dict) -> None:
+    """By their settings: transformers leaves out those of two labels."""
+    settings = {"architectures": ["LlamaForSequenceClassification"]}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(settings | labels))
+    with pytest.raises(ValueError, match=r"rl\.learned.*num_labels"):
+        check_learned(tmp_path)
+    for one in ({"num_labels": 1}, {"id2label": {"0": "score"}}):
+        file.write_text(json.dumps(settings | one))
+        check_learned(tmp_path)
+
+
 def test_the_reward_and_its_model_need_each_other(tmp_path: Path) -> None:
-    for own in (["rl.rewards=[learned]"], ["rl.rewards=[exact]", "rl.learned=x"]):
+    alone = ["rl.rewards=[learned]"]
+    for own in (alone, [*alone, "rl.learned="], ["rl.learned=x"], ["rl.learned="]):
         with pytest.raises(ValueError, match=r"rl\.learned"):
             compose([*SMALL, *own])
 

@@ -89,12 +89,10 @@ class Learned:
         return found
 
 
-def check_learned(config: Config) -> None:
+def check_learned(path: Path) -> None:
     """ValueError where `rl.learned` is neither a run of task=reward nor a folder with a scalar
     head. Reads its settings alone."""
-    if not config.rl.learned:
-        return
-    path, named = Path(config.rl.learned), f"rl.learned={config.rl.learned}"
+    named = f"rl.learned={path}"
     if not path.is_dir():
         raise ValueError(f"{named}: {missing(path)}; {_FIX}")
     if _is_run(path):
@@ -109,9 +107,14 @@ def check_learned(config: Config) -> None:
             f"{named} is neither a run ({CONFIG}) nor a model (config.json)"
             f"{below(path, CONFIG)}; {_FIX}"
         )
-    kinds = _settings(path).get("architectures") or ["none"]
+    found = _settings(path)
+    kinds = found.get("architectures") or ["none"]
     if not str(kinds[0]).endswith("ForSequenceClassification"):
         raise ValueError(f"{named} is a {kinds[0]}, without a scalar head; {_FIX}")
+    named_labels = found.get("id2label")  # transformers leaves it out for two, its default
+    labels = len(named_labels) if named_labels else found.get("num_labels", 2)
+    if labels != 1:
+        raise ValueError(f"{named} is a classifier with num_labels={labels}, not 1; {_FIX}")
 
 
 def check_tokenizer(config: Config, data: TokenData | PackedData) -> None:
@@ -137,8 +140,8 @@ def check_tokenizer(config: Config, data: TokenData | PackedData) -> None:
 def held_bytes(config: Config) -> int:
     """Return what rank 0 holds while `rl.learned` scores: weights, and what a forward of the
     built-in decoder takes."""
-    check_learned(config)
     path = Path(str(config.rl.learned))
+    check_learned(path)
     if not _is_run(path):
         stored = WeightFiles(path)
         return FP32 * sum(math.prod(stored.shape(name)) for name in stored.files)
