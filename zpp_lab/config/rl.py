@@ -77,6 +77,18 @@ class RlConfig:
         )
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Warnings before the first step."""
+        if self.rewards[:1] != ["learned"]:
+            return ()
+        return (
+            f"rl.rewards={self.rewards}: success is the share of completions to which the first "
+            "reward gives 1 or more, and a learned score of 1 has no meaning; put a reward that "
+            "checks answers first (with weight 0 in rl.weights it teaches nothing), or read "
+            "rl/reward alone",
+        )
+
+    @property
     def scales(self) -> bool:
         return self.algorithm == "grpo" if self.scale is None else self.scale
 

@@ -427,6 +427,11 @@ class Config:
         return next(p.config for p in reversed(self.phases) if p.first <= done)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Warnings before the first step."""
+        return (*self.train.notes, *(self.rl.notes if self.task == "rl" else ()))
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of all batches of a step, padding of records included."""
         own = self.train.batch_size * self.train.micro_steps * self.data.seq_len

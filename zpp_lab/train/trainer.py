@@ -156,7 +156,7 @@ class Trainer:
         if self.config.model.start:
             check_start("model.start", Path(self.config.model.start), data)
         check_tokenizer(self.config, data)
-        for note in (*data.notes, *self.train.notes) if self.rank == 0 else ():
+        for note in (*data.notes, *self.config.notes) if self.rank == 0 else ():
             print(note, file=sys.stderr)
         passes = self.config.cluster.readers * self.train.micro_steps
         if not self.config.engine.ranked and passes >= MANY:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 from tests.train.rl.test_reward_model import SMALL as PAIRS
 from tests.train.rl.test_runs import SMALL
@@ -15,6 +18,7 @@ from zpp_lab.runs.reader import read_metrics, write_study
 from zpp_lab.study.judge.verdict import read_result
 from zpp_lab.study.report.figures.curves import run_curves
 from zpp_lab.study.report.report import build_report
+from zpp_lab.study.run.plan import Planner
 from zpp_lab.train.trainer import run
 
 
@@ -63,6 +67,41 @@ def test_a_study_of_rewards_is_judged_in_points(tmp_path: Path) -> None:
     rows = read_metrics(result.arms[0].runs[1].dir)
     assert curve.training[1] == 1 - rows[0]["rl"]["success"]
     assert curve.heldout[2] == rows[1]["heldout_loss"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "points", "named"),
+    [
+        (SMALL, None, "points.*task=rl"),
+        ((), 5, "points.*task=text"),
+        ((*SMALL, "rl.rewards=[learned]", "rl.learned=x"), 5, r"rl\.rewards"),
+    ],
+)
+def test_points_need_a_success(
+    tmp_path: Path, overrides: Sequence[str], points: float | None, named: str
+) -> None:
+    def planned(points: float | None) -> None:
+        arms, given = [ArmConfig("raw", role="baseline")], [*overrides]
+        study = StudyConfig("s", "?", arms, [1], given, baseline="raw", points=points)
+        Planner(study, tmp_path, compose)
+
+    with pytest.raises(ValueError, match=named):
+        planned(points)
+    if points is None:
+        planned(5)
+
+
+def test_a_learned_reward_that_says_what_success_is_gets_a_note() -> None:
+    learned = (*SMALL, "rl.learned=x", "rl.weights=[1,0]")
+    notes = [
+        compose([*learned, f"rl.rewards={names}", *more]).notes
+        for names, more in (
+            ("[learned,exact]", []),
+            ("[exact,learned]", []),
+            ("[learned,exact]", ["task=text"]),
+        )
+    ]
+    assert ["rl.rewards" in "".join(own) for own in notes] == [True, False, False]
 
 
 def test_a_study_of_reward_models_speaks_of_pairs(tmp_path: Path) -> None:

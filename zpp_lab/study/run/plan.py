@@ -149,6 +149,7 @@ class Planner:
             raise ValueError("\n".join(self._told(*fault) for fault in faults.items()))
         _check_different(study, self._configs)
         _check_order_controls(study, self._configs)
+        _check_points(study, self._configs)
 
     def _told(self, error: str, whose: Sequence[str]) -> str:
         """One line for a fault, however many arms have it."""
@@ -296,6 +297,17 @@ def _check_order_controls(study: StudyConfig, configs: Mapping[str, Config]) -> 
             )
 
 
+def _check_points(study: StudyConfig, configs: Mapping[str, Config]) -> None:
+    """Points count success: only task=rl has it, and a learned reward does not define it."""
+    for name, config in configs.items():
+        where = f"study {study.name}, arm {name}"
+        if (study.points is None) == (config.task == "rl"):
+            fix = "leave points out" if study.points else "set points in the study, such as 5"
+            raise ValueError(f"{where}: points={study.points} with task={config.task}: {fix}")
+        if study.points is not None and config.rl.notes:
+            raise ValueError(f"{where}: {'; '.join(config.rl.notes)}")
+
+
 def _check_settings(runs: Sequence[PlannedRun]) -> None:
     """ValueError when folders were run with other settings; those that differ alike at once."""
     alike: dict[str, list[PlannedRun]] = {}
@@ -371,7 +383,7 @@ def notes(runs: Sequence[PlannedRun]) -> list[str]:
     """Return what a user must know of the runs' settings, once, with the arms that it is about."""
     found: dict[str, dict[str, None]] = {}
     for run in runs:
-        for note in run.config.train.notes:
+        for note in run.config.notes:
             found.setdefault(note, {})[f"{PREPARE} {run.arm}" if run.prepares else run.arm] = None
     return [f"{', '.join(whose)}: {note}" for note, whose in found.items()]
 
