@@ -16,7 +16,7 @@ from tests.engines.fsdp_world import run_world
 from tests.small_runs import newest
 from tests.train.rl.test_reward_model import SMALL as PAIRS
 from tests.train.rl.test_reward_model import in_each_rank
-from tests.train.rl.test_runs import ARMS, SMALL, lines, same_end
+from tests.train.rl.test_runs import ARMS, SMALL, kill_and_resume, lines, same_end
 from zpp_lab.cli.main import main
 from zpp_lab.config.compose import compose
 from zpp_lab.config.schema import Config
@@ -94,6 +94,15 @@ def test_both_engines_agree(reward: Path, tmp_path: Path) -> None:
         assert len({*rewards}) > 1
         assert rewards == [line["rl"]["reward"] for line in lines(here)]
         assert (lines(here)[0]["rl"]["mismatch"] > 1e-4) == (arm == "w4")
+
+
+def test_a_killed_run_ends_with_the_same_bits(reward: Path, tmp_path: Path) -> None:
+    """Killed between two steps of a rollout, whose scores lie on the disk."""
+    whole, other = (policy(tmp_path, name, reward) for name in ("whole", "killed"))
+    run(whole)
+    kill_and_resume("line 4", other)
+    assert lines(other) == lines(whole)
+    assert same_end(other, whole)
 
 
 def test_a_reward_model_may_not_change_under_a_run(reward: Path, tmp_path: Path) -> None:

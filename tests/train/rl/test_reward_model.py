@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engines.fsdp_world import forks, run_world
+from tests.engines.fsdp_world import run_world
 from tests.small_runs import newest
-from tests.train.rl.test_runs import folder_of, kill_at, lines
+from tests.train.rl.test_runs import folder_of, kill_and_resume, lines
 from zpp_lab.config.compose import compose
 from zpp_lab.config.schema import Config
 from zpp_lab.data import PackedData, open_data
@@ -238,12 +237,7 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, where: str) -> Non
     """A checkpoint every two steps: one kill before it, one behind the line that it follows."""
     whole, other = small(tmp_path, "whole", *W4), small(tmp_path, "killed", *W4)
     run(whole)
-    process = forks().Process(target=kill_at, args=(where, other))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert len(lines(other)) < 6
-    run(other)
+    kill_and_resume(where, other)
     assert lines(other) == lines(whole)
     assert same_end(other, whole)
 

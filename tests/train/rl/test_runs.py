@@ -155,7 +155,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 def kill_at(where: str, config: Config) -> None:
-    """Run in a process of its own, which is killed at the second time it gets `where`."""
+    """Run, and kill this process at the n-th time that it gets there; where: "line n" and such."""
     count = [0]
 
     def dies(function: Callable[..., Any], after: bool = False) -> Callable[..., Any]:
@@ -176,16 +176,21 @@ def kill_at(where: str, config: Config) -> None:
     run(config)
 
 
+def kill_and_resume(where: str, config: Config) -> None:
+    """Run in a process that is killed, see `kill_at`, then resume here."""
+    process = forks().Process(target=kill_at, args=(where, config))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert len(lines(config)) < 6
+    run(config)
+
+
 @pytest.mark.parametrize("where", ["rollout 2", "rollout 3", "reward 4", "line 4", "line 5"])
 def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, where: str, whole: Config) -> None:
     """Two steps a rollout, a checkpoint every three: line 4 and 5 resume between two steps."""
     other = small(tmp_path, "killed")
-    process = forks().Process(target=kill_at, args=(where, other))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert len(lines(other)) < 6
-    run(other)
+    kill_and_resume(where, other)
     assert lines(other) == lines(whole)
     assert same_end(other, whole)
 
