@@ -5,9 +5,9 @@ An entry point is a function with TRL's signature:
     def reward(prompts: list[str], completions: list[str], **columns: list) -> list[float | None]
 
 `columns` has the fields of the prompts' records, such as `completion`, the answer, and the tokens
-`prompt_ids` and `completion_ids`. None is for a
-completion that the reward does not judge, and adds nothing. A reward is called for a whole rollout
-at once, on rank 0, in its main thread; one that takes longer than `rl.timeout` seconds scores 0.
+`prompt_ids` and `completion_ids`. None is for a completion that the reward does not judge, and adds
+nothing. A reward is called for a whole rollout at once, on rank 0, in its main thread; one that
+takes longer than `rl.timeout` seconds scores 0.
 """
 
 from __future__ import annotations
