@@ -29,7 +29,7 @@ class RecordConfig:
     template: str | None = None  # of chats: a Jinja file, `turns`, or None: the tokenizer's own
     turn_open: str = "<|{role}|>\n"  # before a turn's content; {role} is the turn's
     turn_close: str = "\n"  # after it; of an assistant's turn the loss counts it
-    pack: bool = True  # several records in a sequence; they see those before them in it
+    pack: bool = True  # several records in a sequence; they see those before them in it; no pairs
     too_long: Literal["truncate", "drop", "refuse"] = "truncate"  # truncate: prompts, from the left
 
     def __post_init__(self) -> None:
@@ -115,7 +115,6 @@ class DataConfig:
             self.name in TASKS or self.wrong == 0,
             f"data.wrong={self.wrong:g}: only data.name=addition or sums reads it; leave it out",
         )
-
         need(
             self.has_records or not self.pairs,
             f"data.pairs=true with data.name={self.name}: only records are pairs; use data=jsonl "
@@ -125,6 +124,11 @@ class DataConfig:
             not self.pairs or self.wrong == 0,
             f"data.wrong={self.wrong:g} with data.pairs=true: the chosen answer is right; leave "
             "data.wrong out",
+        )
+        need(
+            not self.pairs or self.mask_prompt,
+            "data.mask_prompt=false with data.pairs=true: a pair's texts are scored at their ends, "
+            "and no token counts; leave data.mask_prompt out",
         )
 
     @property

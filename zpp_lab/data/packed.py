@@ -247,10 +247,10 @@ def pack(
             f"no {split} record fits data.seq_len={cfg.seq_len}: set data.records.too_long=truncate"
         )
     lengths = fitted.stops - fitted.starts
-    packs, masked = cfg.records.pack and not cfg.pairs, cfg.mask_prompt or cfg.pairs
+    packs = cfg.records.pack and not cfg.pairs
     first = _next_fit(lengths, cfg.seq_len) if packs else np.arange(len(lengths) + 1)
-    counted = np.add.reduceat(fitted.counted if masked else lengths, first[:-1])
-    return Sequences(tokens, mask if masked else None, fitted, first, counted)
+    counted = np.add.reduceat(fitted.counted if cfg.mask_prompt else lengths, first[:-1])
+    return Sequences(tokens, mask if cfg.mask_prompt else None, fitted, first, counted)
 
 
 def _next_fit(lengths: np.ndarray, most: int) -> np.ndarray:

@@ -296,6 +296,7 @@ def test_pairs_that_cannot_be_used(
         (["task=text"], r"data\.pairs.*task=reward"),
         (["train.batch_size=3"], r"train\.batch_size"),
         (["data.wrong=0.5"], r"data\.wrong"),
+        (["data.mask_prompt=false"], r"data\.mask_prompt"),
         (["model.z_loss=1e-4"], r"model\.z_loss"),
         (["data=text", "data.path=x"], r"data\.pairs"),
         (["data.records.rejected=chosen"], r"data\.records"),
