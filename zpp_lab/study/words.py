@@ -30,19 +30,20 @@ def margin_nats(result: StudyResult) -> str:
     return " to ".join(f"±{end}" for end in ends) + " nats"
 
 
-def of_pairs(result: StudyResult) -> bool:
-    """Return whether the study's runs learn reward models."""
+def task_of(result: StudyResult) -> str:
+    """Return the task of all runs, "text" where they differ. Only text has a perplexity."""
+    if result.study.points is not None:
+        return "rl"
     runs = [run for arm in result.arms for run in arm.runs.values()]
-    return any((run.config or {}).get("task") == "reward" for run in runs)
+    tasks = {str((run.config or {}).get("task", "text")) for run in runs}
+    return tasks.pop() if len(tasks) == 1 else "text"
 
 
 def in_unit(result: StudyResult, text: str) -> str:
-    """Return a text with the study's unit in place of nats a token. With rewards (`points`) numbers
-    are shares of failures, 0.01 for a point of success, and with reward models nats a pair."""
-    for nats, unit in _FAILURES.items() if result.study.points is not None else ():
+    """Return a text with the study's unit in place of nats a token. With rewards numbers are shares
+    of failures, 0.01 for a point of success, and with reward models nats a pair."""
+    for nats, unit in _UNITS.get(task_of(result), {}).items():
         text = text.replace(nats, unit)
-    for token, pair in _PAIRS.items() if of_pairs(result) else ():
-        text = text.replace(token, pair)
     return text
 
 
@@ -75,6 +76,7 @@ _FAILURES = {  # in this order
     "held-out documents": "held-out prompts",
     "from the documents": "from the prompts",
 }
+_UNITS = {"rl": _FAILURES, "reward": _PAIRS}
 
 
 def signed(value: float) -> str:

@@ -19,11 +19,12 @@ ZERO3, ZEROPP = ARMS[0], ARMS[2]
 LOSSES = {1e-4: 3.2, 1e-3: 2.4, 1e-2: 2.6}  # of a rate
 
 
-def write_trials(root: Path) -> None:
+def write_trials(root: Path, task: str = "text") -> None:
     for i, (rate, loss) in enumerate(LOSSES.items()):
         folder = root / f"trial{i}"
         write_run(folder, ZEROPP, 1, 50)
         config = yaml.safe_load((folder / "config.yaml").read_text())
+        config["task"] = task
         config["train"] |= {"lr": rate, "warmup_steps": 10 * (1 + i % 2)}
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         summary = json.loads((folder / "summary.json").read_text())
@@ -61,6 +62,16 @@ def test_their_report_has_the_settings_against_the_loss(tmp_path: Path) -> None:
     assert rows[3].split()[0] == "–"  # no loss yet: last, without a rank
     assert len(list(csv.DictReader(report.csv.open()))) == 4
     assert len(report.html.read_text()) < 3e6
+
+
+@pytest.mark.parametrize(("task", "unit"), [("rl", "failures"), ("reward", "a pair")])
+def test_trials_speak_in_the_unit_of_their_task(tmp_path: Path, task: str, unit: str) -> None:
+    write_trials(tmp_path, task)
+    report = build_report(tmp_path)
+    for text in (report.markdown.read_text(), report.table):
+        assert unit in text
+        assert "nats a token" not in text
+        assert "erplexity" not in text
 
 
 @pytest.mark.parametrize("other", ["recipe", "baseline"])

@@ -23,8 +23,8 @@ from zpp_lab.study.words import (
     margin_nats,
     nats,
     number,
-    of_pairs,
     percent,
+    task_of,
 )
 
 _HOPS = ("intra", "inter")
@@ -108,7 +108,7 @@ def verdict_rows(result: StudyResult) -> list[dict[str, str]]:
     with one seed BAND_COLUMN after the gap, READOUT after it where runs have one, and QUANTIZED
     after the bytes where runs tell it (older ones do not). Only text has a perplexity."""
     rows = [dict(zip(COLUMNS, _cells(result, arm), strict=True)) for arm in result.ranked]
-    if result.study.points is not None or of_pairs(result):
+    if task_of(result) != "text":
         rows = [{k: v for k, v in row.items() if k != "Perplexity"} for row in rows]
     readouts = [gap_cell(result.readout_gap(arm)) for arm in result.ranked]
     if any(cell != NOTHING for cell in readouts):

@@ -32,7 +32,7 @@ from zpp_lab.study.report.sections import (
 )
 from zpp_lab.study.report.style import GREY, MEANING, chart, concat_panels, finish
 from zpp_lab.study.report.table import perplexity
-from zpp_lab.study.words import NOTHING, number, signed
+from zpp_lab.study.words import NOTHING, number, signed, task_of
 
 NAME = "trials"
 _LOG = 20.0  # a setting's largest over its smallest value from which its axis is logarithmic
@@ -76,6 +76,11 @@ class Trials:
         return None if first.loss is None else first
 
     @property
+    def of_text(self) -> bool:
+        """Whether losses are of tokens, and have a perplexity."""
+        return task_of(self.result) == "text"
+
+    @property
     def labelled(self) -> StudyResult:
         """The result with its arms named by rank and settings, for legends."""
         arms = [_labelled(rank, trial) for rank, trial in enumerate(self.ranked, 1)]
@@ -102,7 +107,7 @@ class Trials:
                 f"({_settings(second)})."
             )
         lines.append(
-            "The lowest of several losses is partly luck: run the best settings again with other "
+            "The best of several trials is partly luck: run the best settings again with other "
             "seeds before relying on them."
         )
         return lines
@@ -153,22 +158,25 @@ def trials_document(found: Trials, figures: Sequence[Figure], root: Path) -> Doc
 
 def trials_table(found: Trials, root: Path) -> Table:
     """Return one row a trial, as `ranked`."""
-    columns = [*words("Rank"), *numbers(*found.keys, "Held-out loss", "Above the best")]
-    columns += [*numbers("Perplexity", "Seeds"), *words("State"), Column("Runs", "links")]
+    rank, *measured, state = _heads(found)
+    columns = [*words(rank), *numbers(*measured), *words(state), Column("Runs", "links")]
     rows = [
         Row([*cells, run_links(root, trial.arm.runs)], trial.arm.name)
         for cells, trial in zip(_cells(found), found.ranked, strict=True)
     ]
-    return Table("ranked", "Every trial, the lowest loss first", columns, rows)
+    return Table("ranked", "Every trial, the best first", columns, rows)
 
 
 def trials_console(found: Trials) -> str:
     """Return the answer and the trials for a terminal."""
-    heads = ["Rank", *found.keys, "Held-out loss", "Above the best", "Perplexity", "Seeds", "State"]
-    rows = _cells(found)
-    parts = [text_table(heads, rows, left=1), " ".join(found.answer)]
+    parts = [text_table(_heads(found), _cells(found), left=1), " ".join(found.answer)]
     notes = _notes(found)
     return "\n\n".join([*parts, *(["\n".join(f"- {note}" for note in notes)] if notes else [])])
+
+
+def _heads(found: Trials) -> list[str]:
+    more = ["Perplexity"] * found.of_text
+    return ["Rank", *found.keys, "Held-out loss", "Above the best", *more, "Seeds", "State"]
 
 
 def _cells(found: Trials) -> list[list[str]]:
@@ -184,7 +192,7 @@ def _cells(found: Trials) -> list[list[str]]:
                 *(_value(value) for value in trial.settings.values()),
                 number(trial.loss, ".4f"),
                 above,
-                perplexity(trial.loss),
+                *[perplexity(trial.loss)] * found.of_text,
                 f"{len(trial.arm.finished)} of {len(trial.arm.runs)}",
                 trial.state,
             ]
