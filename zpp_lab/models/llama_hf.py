@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.files import damaged, parse_json
-from zpp_lab.models.start import SCORE, Start, WeightFiles, lacks_score
+from zpp_lab.models.start import SCORE, Start, WeightFiles, drop_heads
 
 _PARTS = {
     "attention_norm": "input_layernorm",
@@ -123,7 +123,7 @@ class LlamaStart(Start):
         found -= {_ENDS["head.weight"]} if self.tied else set()  # some folders hold it twice
         wanted = {hf_name(n): p.shape for n, p in model.named_parameters()}
         there = {n: self.stored.shape(n) for n in found}
-        self.seeded = seeded if lacks_score(wanted, there, _ENDS["head.weight"]) else None
+        self.seeded = seeded if drop_heads(wanted, there, _ENDS["head.weight"]) else None
         self.stored.check(wanted, there)
 
     def rows(self, name: str, first: int, last: int) -> Tensor:

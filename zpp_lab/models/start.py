@@ -68,9 +68,9 @@ class WeightFiles:
         return self.layouts[path][name]
 
 
-def lacks_score(wanted: dict[str, Any], found: dict[str, Any], head: str) -> bool:
-    """Return whether a scalar head is `wanted` that `found` has not: then it is left out of one and
-    the vocabulary's `head` of the other."""
+def drop_heads(wanted: dict[str, Any], found: dict[str, Any], head: str) -> bool:
+    """Where a scalar head is `wanted` that `found` lacks, drop it from the one and the vocabulary's
+    `head` from the other; return whether."""
     lacks = SCORE in wanted and SCORE not in found
     if lacks:
         del wanted[SCORE]
@@ -243,7 +243,7 @@ class RunStart(Start):
             raise ValueError(f"model.start={path}: {error}{fix}") from None
         here = {n: tuple(p.shape) for n, p in model.named_parameters()}
         there = dict(self.saved.shapes)
-        self.seeded = seeded if lacks_score(here, there, "head.weight") else None
+        self.seeded = seeded if drop_heads(here, there, "head.weight") else None
         if faults := differences(here, there):
             raise ValueError(
                 f"model.start={path} is of another model: {faults}. Set model.… and "
