@@ -23,7 +23,7 @@ _FILE = "tokenizer.json"
 _AGAIN = "set data.tokenizer_path to a tokenizer's, or save it again"
 TEMPLATE = "chat_template.jinja"
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
-_OTHERS = (_FILE, "tokenizer.model", "vocab.json", "spiece.model")
+_TOKENIZERS = (_FILE, "tokenizer.model", "vocab.json", "spiece.model")  # one of them is there
 
 
 class Tokenizer(Protocol):
@@ -265,7 +265,7 @@ def definition_file(path: Path) -> Path:
 def check_folder(path: Path, own: Path | None, fix: str) -> None:
     """ValueError where the model folder `path` has another tokenizer than the tokenizer.json `own`;
     None: bytes. Of a folder without a tokenizer nothing is known."""
-    there = [name for name in _OTHERS if (path / name).is_file()]
+    there = [name for name in _TOKENIZERS if (path / name).is_file()]
     if there and own is None:
         raise ValueError(
             f"{path} has a tokenizer of its own ({there[0]}), but bytes are read: {fix}"

@@ -151,8 +151,9 @@ def _rl(config: Config) -> None:
         from zpp_lab.train.rl.learned import check_learned  # imports torch
 
         check_learned(Path(config.rl.learned))
-    for name in {*config.rl.rewards} - {LEARNED}:
-        reward(name)
+    for name in config.rl.rewards:
+        if name != LEARNED:
+            reward(name)
     if config.data.tokenizer != "bpe":  # which learns from its text first
         from zpp_lab.data.prompts import check_prompts
 

@@ -128,11 +128,11 @@ def check_tokenizer(config: Config, data: TokenData | PackedData) -> None:
         return
     kind, own = config.data.tokenizer, data.folder / TOKENIZER
     file = open_outside(config.data).file if kind == "hf" else own if kind == "bpe" else None
-    check_folder(path, file, f"rl.learned: {_FIX} with the policy's tokenizer")
+    check_folder(path, file, f"{_FIX}, with the policy's tokenizer")
     count = int(_settings(path).get("vocab_size", 0))
     if count < data.vocab_size:
         raise ValueError(
-            f"rl.learned={path} has {count} tokens, the policy {data.vocab_size}: {_FIX} with the "
+            f"rl.learned={path} has {count} tokens, the policy {data.vocab_size}: {_FIX}, with the "
             "policy's tokenizer"
         )
 
