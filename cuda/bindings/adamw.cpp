@@ -115,7 +115,6 @@ void adamw(Tensors weights, Tensors low, Tensors grads, Tensors first, Tensors s
   plan.roots = static_cast<float*>(checked(roots, ScalarType::Float, count, lists.device, "roots"));
   if (ok) plan.ok = static_cast<bool*>(checked(*ok, ScalarType::Bool, 1, lists.device, "ok"));
   if (factor) {
-    STD_TORCH_CHECK(!low.empty(), "factor: only gradients in bf16 are multiplied");
     plan.factor =
         static_cast<float*>(checked(*factor, ScalarType::Float, 1, lists.device, "factor"));
   }

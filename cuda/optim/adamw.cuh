@@ -189,7 +189,7 @@ struct Byte {
 
 struct Rates {
   float rate, root;  // with bias corrections, from the device
-  float factor;      // of gradients in bf16
+  float factor;      // of gradients
 };
 
 // ---- masters -----------------------------------------------------------------------------
@@ -260,13 +260,9 @@ ZPP_HD Moments advance(
   if constexpr (S::SCALED) scale = {p.first_scale[block], p.second_scale[block]};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    float x, grad;
-    if constexpr (PLANES) {
-      x = joined(weight.get(i), low.get(i));
-      grad = mul(float_of(grads.get(i) << 16), r.factor);
-    } else {
-      x = float_of(weight.get(i)), grad = float_of(grads.get(i));
-    }
+    float x = float_of(weight.get(i));
+    if constexpr (PLANES) x = joined(weight.get(i), low.get(i));
+    float const grad = mul(float_of(grads.get(i) << (PLANES ? 16 : 0)), r.factor);
     m[i] = S::decoded(first.get(i), second.get(i), scale);
     m[i] = updated(m[i], grad, h, r, x);
     if constexpr (PLANES) {

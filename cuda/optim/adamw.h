@@ -27,7 +27,7 @@ struct Part {  // one parameter, as rows of `columns` elements
 struct AdamW {
   float const *rates, *roots;  // one a part
   bool const* ok;              // null: update
-  float const* factor;         // of gradients in bf16; null: 1
+  float const* factor;         // of gradients; null: 1
   uint32_t key0, key1;         // of the step's noise
   float beta1, rest1, beta2, rest2, eps, decay;  // rest = 1 - beta, decay = 1 - lr * weight decay
   int32_t parts;

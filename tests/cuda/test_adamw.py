@@ -17,7 +17,7 @@ from zpp_lab.codecs.planes import split
 from zpp_lab.config.schema import TrainConfig
 from zpp_lab.engines.optim import CompactAdamW, StateKind
 from zpp_lab.engines.optim import update as kernel
-from zpp_lab.engines.optim.build import AdamW, adamw, update
+from zpp_lab.engines.optim.build import AdamW, adamw
 from zpp_lab.engines.optim.shards import gradients as gradients_of
 from zpp_lab.engines.optim.states import noise_key, row_noise
 
@@ -92,8 +92,8 @@ def results(
     bad: float = 1.0,
     masters: Masters = "fp32",
 ) -> list[Tensor]:
-    """Weights and states after some steps; one gradient of the last but one is `bad`. With masters
-    in two planes most gradients are multiplied by a factor."""
+    """Weights and states after some steps; one gradient of the last but one is `bad`. All but the
+    first are clipped."""
     parameters = started(shapes, device, shift)
     train = TrainConfig(
         optimizer_state=kind, weight_decay=0.1, lr=3e-3, masters=masters, param_dtype="bf16"
@@ -104,12 +104,10 @@ def results(
         gradients(parameters, step)
         if step == 4:
             parameters["0"].grad[3, 300] *= bad  # type: ignore[index]
-        if isinstance(optimizer, CompactAdamW) and low:
-            factor = torch.tensor(0.37, device=device) if step else None
-            optimizer.begin(step, ok, factor)
-            optimizer.update(gradients_of(optimizer))
-        else:
-            update(optimizer, step, ok)
+        assert isinstance(optimizer, CompactAdamW)
+        factor = torch.tensor(0.37, device=device) if step else None
+        optimizer.begin(step, ok, factor)
+        optimizer.update(gradients_of(optimizer))
     return kept(optimizer, parameters) + [t.cpu() for t in low.values()]
 
 
@@ -173,6 +171,23 @@ def test_what_is_not_finite_stays_so(
     same(wanted, results(kind, shapes=SHAPES, bad=bad, masters=masters))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_factor_multiplies_fp32_gradients_as_torch_does(kind: StateKind) -> None:
+    ends, factor = [], torch.tensor(0.37)
+    for within in (True, False):
+        parameters = started(SHAPES, "cpu")
+        optimizer = adamw(parameters, TrainConfig(optimizer_state=kind), 4)
+        assert isinstance(optimizer, CompactAdamW)
+        gradients(parameters, 1)
+        grads = gradients_of(optimizer)
+        if not within:
+            torch._foreach_mul_([*grads.values()], factor)
+        optimizer.begin(1, None, factor if within else None)
+        optimizer.update(grads)
+        ends.append(kept(optimizer, parameters))
+    same(*ends)
+
+
 @with_operators
 @pytest.mark.parametrize("offset", range(9))
 def test_noise_from_any_place_on(offset: int, host: Callable[..., None]) -> None:
@@ -208,7 +223,7 @@ def call(host: Callable[..., None], *tensors: Any, scales: list[Tensor] | None =
         ({"weights": [torch.zeros(32, 2).t()]}, "weights: must be contiguous"),
         ({"low": [torch.zeros(2, 32).short()]}, "weights: has the wrong dtype"),
         ({"low": 2 * [torch.zeros(2, 32)]}, "low: need none, or 1"),
-        ({"factor": torch.ones(1)}, "factor: only"),
+        ({"factor": torch.ones(1).double()}, "factor: has the wrong dtype"),
         ({"offsets": [-1]}, "offsets: must be from 0"),
         ({"rates": torch.zeros(0)}, "rates: has 0 elements, needs 1"),
     ],

@@ -167,8 +167,6 @@ class CompactAdamW(torch.optim.Optimizer):
 
     def _change(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Update parameters and what `_parts` returns; without noise by the kernel."""
-        if self.factor is not None and not self.low and parameters:
-            torch._foreach_mul_([self._parts(p)["grad"] for p in parameters], self.factor)
         if self.noise is None:
             self._by_kernel(group, parameters)
             return
@@ -228,7 +226,7 @@ class CompactAdamW(torch.optim.Optimizer):
                 *self._corrections(group, some),
                 noise_key(self.seed, self.number),
                 self.ok,
-                self.factor if self.low else None,
+                self.factor,
             )
 
     def _corrections(
@@ -316,9 +314,7 @@ def _update(batch: list[RowBlock], ok: Tensor | None) -> None:
 
 
 def _gradient(block: RowBlock) -> Tensor:
-    """Return the gradient, fp32 [rows, n]."""
-    if block.low is None:
-        return block.grad
+    """Return the gradient, fp32 [rows, n]; one in fp32 may be overwritten."""
     found = block.grad.to(torch.float32)
     return found if block.factor is None else found.mul_(block.factor)
 

@@ -37,9 +37,9 @@ def launch(
 ) -> None:
     """Update weights and states as the operators in adamw.py do, to the bit. weights, grads: fp32,
     this rank's rows of parameters with one kind of state; weights are contiguous. low: their low
-    planes, if weights are high ones; then grads are bf16, and multiplied by `factor`. states: by
-    key. offsets: where rows begin in the step's noise, whose key is `key`. rates, roots: fp32
-    [parameters], `rate` and `root` of a `RowBlock`."""
+    planes, if weights are high ones; then grads are bf16. factor: multiplies gradients, which stay.
+    states: by key. offsets: where rows begin in the step's noise, whose key is `key`. rates, roots:
+    fp32 [parameters], `rate` and `root` of a `RowBlock`."""
     first, second = MOMENTS
     operator()(
         weights,
