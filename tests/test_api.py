@@ -406,3 +406,7 @@ def test_mistakes_name_the_fix() -> None:
         shard(nn.Linear(2, 2), "zero3", "2 by 2")
     with pytest.raises(ValueError, match="not-a-recipe"):
         recipe("not-a-recipe")
+    with pytest.raises(ValueError, match=r"recipe\.acts"):
+        shard(nn.Linear(2, 2), {"acts": {"bits": 8}}, "1x1")  # nothing would carry them
+    with pytest.raises(ValueError, match=r"cluster\.tp=2"):
+        shard(nn.Linear(2, 2), "zero3", ClusterConfig(1, 2, tp=2))

@@ -203,6 +203,11 @@ def shard(
         raise ValueError(
             "the model is sharded already, by zpp_lab.shard or fully_shard: shard a new model, once"
         )
+    if isinstance(cluster, ClusterConfig) and cluster.dp != cluster:
+        raise ValueError(
+            f"cluster.tp={cluster.tp}, cluster.pp={cluster.pp}: shard cuts no matrices and no "
+            "stages: cut the model yourself, and pass a mesh of the ranks that have equal parts"
+        )
     cut = [{name: module} for name, module in _named(model, units)]
     picked = Ranks.pick(mesh, _cluster(cluster) if isinstance(cluster, str) else cluster)
     param_dtype = param_dtype or _own_dtype(model)

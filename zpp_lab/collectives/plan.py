@@ -432,6 +432,11 @@ def _check_bits(plan: Plan) -> None:
     """ValueError for a wire of this plan that asks for bits, and on which nothing travels in any.
     A frozen base has its own codec, whatever the recipe."""
     recipe, units = plan.recipe, plan.units
+    if recipe.config.acting and plan.parts is None:
+        raise ValueError(
+            f"recipe {recipe.config.name}: recipe.acts has no wire, as this model has no tensor "
+            "parts: leave recipe.acts out, or train with zpp-lab train and cluster.tp"
+        )
     if recipe.cluster.world == 1:
         return  # which `Recipe` has looked at
     wires: dict[Wire, dict[str, Codec]] = {}
