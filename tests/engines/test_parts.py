@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zpp_lab.codecs import BlockCodec
+from zpp_lab.codecs.planes import joined, split
 from zpp_lab.collectives import acts
 from zpp_lab.collectives.acts import Parts
 from zpp_lab.config.load import load
@@ -274,6 +275,16 @@ def test_a_run_goes_on_from_its_state_and_any_number_of_parts_reads_it() -> None
         other = made(shape, {})
         other.load_state_dict(state)
         assert same(other.state_dict(), state)
+
+
+def test_parts_read_masters_of_two_planes() -> None:
+    start, two = made((1, 2, 1), {}).state_dict(), made((1, 4, 2), {})
+    planes = {name: split(value) for name, value in start["weights"].items()}
+    high, low = ({name: pair[i] for name, pair in planes.items()} for i in (0, 1))
+    two.load_state_dict(start | {"weights": high, "low": low})
+    wanted = {name: joined(*pair) for name, pair in planes.items()}
+    assert any(not torch.equal(high[name].float(), wanted[name]) for name in wanted)
+    assert same(two.state_dict()["weights"], wanted)
 
 
 def clone(value: Any) -> Any:

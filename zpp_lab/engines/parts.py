@@ -6,7 +6,6 @@ no collective of torch's runs between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from zpp_lab.config.cluster import CELL, ClusterConfig
 from zpp_lab.engines.fsdp.base import own_rows
 from zpp_lab.engines.fsdp.mesh import Ranks
 from zpp_lab.engines.optim.shards import local
-from zpp_lab.models.cut import ROWS, PartLlama, cut_dim, part_state
+from zpp_lab.models.cut import ROWS, PartLlama, cut_dim, map_state, part_state
 from zpp_lab.runs.checkpoint.read import Rows, State
 
 
@@ -86,11 +85,11 @@ class OwnPart:
     def to_save(self, state: State) -> State:
         """Return what this rank writes of its cell's state: rows of whole tensors."""
         with self.parts.uncounted():
-            return _mapped(state, self._saved)
+            return map_state(state, self._saved)
 
     def to_read(self, state: State) -> State:
         """Return where whole tensors are read into."""
-        return _mapped(state, self._region)
+        return map_state(state, self._region)
 
     def of_whole(self, state: State) -> State:
         """Return this part's share of the whole model's state."""
@@ -131,13 +130,3 @@ class OwnPart:
         ledger.check(planned)
         add_bytes(planned, cell, self.parts.plan.tp)
         return planned
-
-
-def _mapped(state: State, make: Callable[[str, Tensor], Any]) -> State:
-    """Apply `make` to a state's tensors by parameter name."""
-
-    def each(named: State) -> State:
-        return {name: make(name, tensor) for name, tensor in named.items()}
-
-    kinds = {kind: each(named) for kind, named in state.items() if kind != "optimizer"}
-    return kinds | {"optimizer": {key: each(named) for key, named in state["optimizer"].items()}}

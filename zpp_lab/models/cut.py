@@ -16,7 +16,7 @@ in the same order, so all have the same loss, and backward needs no exchange but
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -239,29 +239,28 @@ def part_of(name: str, value: Tensor, tp: int, part: int) -> Tensor:
     return value if dim is None else value.chunk(tp, dim)[part]
 
 
-def merged_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join the states of all tensor parts' cells into the whole model's."""
-    first = states[0]
-    optimizer = {
-        key: {name: merged(name, [s["optimizer"][key][name] for s in states]) for name in named}
-        for key, named in first["optimizer"].items()
+def map_state(state: Mapping[str, Any], make: Callable[[str, Tensor], Any]) -> dict[str, Any]:
+    """Apply `make` to names and tensors of a state, which is nested dictionaries."""
+    return {
+        name: map_state(value, make) if isinstance(value, dict) else make(name, value)
+        for name, value in state.items()
     }
-    found: dict[str, Any] = {"weights": {}, "optimizer": optimizer}
-    for kind in ("weights", "kept"):
-        if kind in first:
-            found[kind] = {n: merged(n, [s[kind][n] for s in states]) for n in first[kind]}
-    return found
 
 
-def part_state(state: dict[str, Any], tp: int, part: int) -> dict[str, Any]:
-    """Return a tensor part's share of the whole model's state."""
+def merged_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the states of all tensor parts' cells into the whole model's."""
+    every = {name: [state[name] for state in states] for name in states[0]}
+    return {
+        name: merged_state(values) if isinstance(values[0], dict) else merged(name, values)
+        for name, values in every.items()
+    }
 
-    def own(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: part_of(name, value, tp, part) for name, value in named.items()}
 
-    optimizer = {key: own(named) for key, named in state["optimizer"].items()}
-    kept = {"kept": own(state["kept"])} if "kept" in state else {}
-    return {"weights": own(state["weights"]), "optimizer": optimizer, **kept}
+def part_state(state: Mapping[str, Any], tp: int, part: int) -> dict[str, Any]:
+    """Return a tensor part's share of the whole model's state: of all that lies by parameter."""
+    kinds = ("weights", "low", "optimizer", "kept")
+    own = {kind: state[kind] for kind in kinds if kind in state}
+    return map_state(own, lambda name, value: part_of(name, value, tp, part))
 
 
 # ---------------------------------------------------------------------- nodes of the graph
