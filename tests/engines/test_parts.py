@@ -212,7 +212,7 @@ def test_the_norm_counts_shared_parameters_once() -> None:
 
 
 class Undecoded(Parts):
-    """Each part keeps its own slice as it is."""
+    """Each part keeps its own slice uncompressed, which no other part then has."""
 
     def gather(self, wire: Any, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
         outs = super().gather(wire, place, xs)

@@ -202,7 +202,8 @@ def shared(folder: str, keep: int) -> Checkpoints:
 
 
 def written(folder: str) -> dict[str, bool]:
-    """A run of two readers and two parts saves, goes on, and others read what it saved."""
+    """What two tensor parts on two ranks each save: they resume from it, as the virtual engine
+    does, and a whole model reads it. Each check by name."""
     torch.use_deterministic_algorithms(True)
     first, store = real("mixed", SHAPE), shared(folder, keep=2)
     start = made((1, 4, 1), {}, **BF16)

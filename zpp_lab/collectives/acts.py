@@ -7,10 +7,11 @@ rows it receives in fp32, in the parts' order from +0, rounded once. Backward of
 scatter, and that of a scatter a gather, on a wire of its own.
 
 The loss over a vocabulary in parts, and the sums of gradients of parameters that all parts have,
-travel in fp32 on `tp_raw`. Evaluation sends activations as they are, and is not counted.
+travel in fp32 on `tp_raw`. Evaluation sends uncompressed activations, and the ledger counts none of
+its bytes.
 
-One place is one exchange of a forward. r: bytes of a slice; a pass of D readers sends
-tp (tp - 1) r D on each place, forward and backward.
+A place is one exchange of a forward, by name. Where D ranks read batches and a slice takes r bytes,
+a forward sends tp (tp - 1) r D bytes at each place, and so does a backward.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ LOSS = 3  # numbers a token: largest logit, sum of exponentials, the target's lo
 
 @dataclass(frozen=True)
 class PartsPlan:
-    """What `tp` tensor parts exchange in a step, in every reader's cell. tokens: of a micro-batch;
-    shared: elements of a rank's shards of parameters that all parts have, padding included."""
+    """What a step's exchanges between `tp` tensor parts send. tokens: of a micro-batch; shared:
+    elements of a rank's shards of parameters that all parts have, padding included."""
 
     recipe: Recipe
     tp: int
@@ -51,7 +52,7 @@ class PartsPlan:
     blocks: int
     shared: int
     micro_steps: int
-    bits_only: bool = False  # layouts of what codecs make alone
+    bits_only: bool = False  # without what takes as many bytes as it has
 
     @property
     def places(self) -> int:
@@ -92,11 +93,12 @@ class EncodeObserver(Protocol):
 
 
 class Parts:
-    """The exchanges of one reader's tensor parts: of all of them, as lists in their order, or with
-    a `transport` among them of this process's part alone, as lists of one.
+    """The exchanges between the tensor parts that read one batch. Lists have a tensor for each part,
+    in order; with a `transport` between processes they have one, that of this process's part.
 
-    `rank`: the reader. `plain`: activations travel as they are and uncounted. `observe`: who looks
-    at what a part encodes.
+    `reader`: the batch's place among those of a micro-step, which all its parts have in common.
+    `plain`: activations travel uncompressed, and the ledger counts nothing. `observe`: gives a
+    part's observer, which gets the errors of what the part encodes; None without telemetry.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class Parts:
     ) -> None:
         self.plan, self.clock, self.ledger, self.transport = plan, clock, ledger, transport
         self.own = range(plan.tp) if transport is None else (transport.rank,)
-        self.rank, self.plain = 0, False
+        self.reader, self.plain = 0, False
         self.layouts: dict[tuple[str, int, Codec], Layout] = {}
         self.observe: Callable[[int], EncodeObserver | None] = lambda part: clock.observer
 
@@ -173,7 +175,7 @@ class Parts:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """In it activations travel as they are, and no bytes count."""
+        """While it is open, activations travel uncompressed and the ledger counts nothing."""
         self.plain = True
         try:
             yield
@@ -190,7 +192,7 @@ class Parts:
     def _encode(
         self, layout: Layout, x: Tensor, wire: Wire, part: int, rows: tuple[int, ...], room: Tensor
     ) -> None:
-        clock, rank = self.clock, self.rank * self.plan.tp + part
+        clock, rank = self.clock, self.reader * self.plan.tp + part
         noise = None
         if layout.stochastic:
             key = noise_key(clock.seed, clock.step, clock.micro, wire)

@@ -50,7 +50,7 @@ class OwnPart:
         ranks = cluster.members({"tp"}, dist.get_rank())
         among = ProcessGroups(ClusterConfig(1, cluster.tp), watchdog, ranks)
         self.parts = Parts(plan.parts, clock, Ledger(), among)
-        self.parts.rank, self.part = dist.get_rank() // cluster.tp, among.rank
+        self.parts.reader, self.part = dist.get_rank() // cluster.tp, among.rank
         self.world, self.tp, self.shards = cluster.world, cluster.tp, plan.recipe.shards
         every = [p for unit in plan.units for p in unit.unit.parameters]
         self.shared = {p.name: p.shard_numel for p in every if p.parts == 1}
@@ -98,7 +98,7 @@ class OwnPart:
     def _region(self, name: str, tensor: Tensor) -> Any:
         if not isinstance(tensor, DTensor):
             return tensor
-        shape, own, reader = tuple(tensor.shape), local(tensor), self.parts.rank
+        shape, own, reader = tuple(tensor.shape), local(tensor), self.parts.reader
         first, _ = own_rows(shape, self.shards, reader % self.shards)
         dim, writes = cut_dim(name) if len(shape) > 1 else None, reader < self.shards
         if dim is None:

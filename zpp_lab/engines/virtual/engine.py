@@ -218,9 +218,9 @@ class VirtualEngine(Engine):
         if self.parts is None:
             yield from self.passes.each(batches(*turn) for turn in turns)
             return
-        for self.parts.rank, self.clock.micro in turns:
-            self.parts.observe = self._observers(watches, self.parts.rank, self.clock.micro)
-            batch = batches(self.parts.rank, self.clock.micro)
+        for self.parts.reader, self.clock.micro in turns:
+            self.parts.observe = self._observers(watches, self.parts.reader, self.clock.micro)
+            batch = batches(self.parts.reader, self.clock.micro)
             yield self.passes.eager(tuple(t.to(self.device) for t in batch))
 
     def _observers(
