@@ -30,7 +30,7 @@ from zpp_lab.codecs.layout import Layout
 from zpp_lab.collectives.context import Clock
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.recipe import Recipe
-from zpp_lab.collectives.traffic import Traffic
+from zpp_lab.collectives.traffic import Leg, Traffic
 from zpp_lab.config.wires import ACTS_BACKWARD, ACTS_FORWARD, TP_RAW, Wire
 
 if TYPE_CHECKING:  # plans import no process groups
@@ -63,20 +63,20 @@ class PartsPlan:
         """Return what all ranks send where each gives every other part `each` bytes."""
         return Traffic(self.tp * (self.tp - 1) * each * self.recipe.cluster.world, 0)
 
-    def legs(self) -> list[tuple[Wire, Layout, Traffic, int]]:
-        """Return what a step sends: wire, layout of a slice, bytes of all ranks, and how often."""
-        found: list[tuple[Wire, Layout, Traffic, int]] = []
+    def legs(self) -> list[Leg]:
+        """Return what a step sends, a leg for each size of slices on a wire."""
+        found: list[Leg] = []
         for wire in (ACTS_FORWARD, ACTS_BACKWARD):
             numel = self.tokens * self.dim // self.tp
             layout = _layout("", numel, self.recipe.acts_codec(wire))
             traffic = self.traffic(layout.nbytes)
-            found.append((wire, layout, traffic, self.places * self.micro_steps))
+            found.append(Leg(wire, layout, traffic, self.places * self.micro_steps))
         for numel, times in ((LOSS * self.tokens, self.micro_steps), (self.shared, 1)):
             layout = _layout("", numel, RawCodec(torch.float32))
-            found.append((TP_RAW, layout, self.traffic(FP32 * numel), times))
-        plain = RawCodec, ShamCodec
+            found.append(Leg(TP_RAW, layout, self.traffic(FP32 * numel), times))
         if self.bits_only:
-            return [leg for leg in found if not isinstance(leg[1].segments[0].codec, plain)]
+            plain = RawCodec, ShamCodec
+            return [leg for leg in found if not isinstance(leg.layout.segments[0].codec, plain)]
         return found
 
 
@@ -93,8 +93,8 @@ class EncodeObserver(Protocol):
 
 
 class Parts:
-    """The exchanges between the tensor parts that read one batch. Lists have a tensor for each part,
-    in order; with a `transport` between processes they have one, that of this process's part.
+    """The exchanges between the tensor parts that read one batch. Lists have a tensor for each
+    part, in order; with a `transport` between processes they have one, of this process's part.
 
     `reader`: the batch's place among those of a micro-step, which all its parts have in common.
     `plain`: activations travel uncompressed, and the ledger counts nothing. `observe`: gives a

@@ -26,7 +26,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 from zpp_lab.codecs import Codec, RawCodec, ShamCodec, build_codec
 from zpp_lab.codecs.kernels.memory import between
@@ -36,6 +35,7 @@ from zpp_lab.collectives.context import Key, RowMemory
 from zpp_lab.collectives.recipe import Recipe, check_patterns
 from zpp_lab.collectives.traffic import (
     NOTHING,
+    Leg,
     Traffic,
     gather_traffic,
     hop_traffic,
@@ -86,16 +86,6 @@ class StepUse:
 
     passes: tuple[PassUse, ...]
     reduced: Mapping[str, tuple[frozenset[str], ...]]
-
-
-class Leg(NamedTuple):
-    """What all ranks send of a unit on one wire in a step: so many times `traffic`, in rows as
-    `layout` says."""
-
-    wire: Wire
-    layout: Layout
-    traffic: Traffic
-    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -392,7 +382,7 @@ class Plan:
         sent = leg_bytes(leg for unit in self.units for leg in unit.legs(use))
         if self.parts is None:
             return sent
-        every = leg_bytes(Leg(*leg) for leg in self.parts.legs())
+        every = leg_bytes(self.parts.legs())
         add_bytes(every, sent, self.parts.tp)
         return every
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from zpp_lab.codecs.layout import Layout
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.config.wires import INTER, INTRA, Wire
 
@@ -27,6 +28,16 @@ class Traffic(NamedTuple):
 
 
 NOTHING = Traffic(0, 0)
+
+
+class Leg(NamedTuple):
+    """What all ranks send on one wire in a step: so many times `traffic`, in rows as `layout`
+    says."""
+
+    wire: Wire
+    layout: Layout
+    traffic: Traffic
+    times: int = 1
 
 
 def gather_traffic(cluster: ClusterConfig, row: int, hierarchical: bool) -> Traffic:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from zpp_lab.collectives.acts import Parts
 from zpp_lab.collectives.context import Clock
 from zpp_lab.collectives.ledger import Ledger
-from zpp_lab.collectives.plan import Bytes, Leg, Plan, add_bytes, leg_bytes
+from zpp_lab.collectives.plan import Bytes, Plan, add_bytes, leg_bytes
 from zpp_lab.collectives.transport import ProcessGroups
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.cluster import CELL, ClusterConfig
@@ -126,7 +126,7 @@ class OwnPart:
         parts exchanged something else than planned."""
         ledger = self.parts.ledger
         ledger.step = {wire: sent * self.world for wire, sent in ledger.step.items()}
-        planned = leg_bytes(Leg(*leg) for leg in self.parts.plan.legs())
+        planned = leg_bytes(self.parts.plan.legs())
         ledger.check(planned)
         add_bytes(planned, cell, self.parts.plan.tp)
         return planned

@@ -29,7 +29,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from zpp_lab.collectives.plan import Leg, PassUse, UnitPlan
+from zpp_lab.collectives.plan import PassUse, UnitPlan
+from zpp_lab.collectives.traffic import Leg
 
 Ahead = dict[str, list[str]]  # unit → the units gathered while it computes
 

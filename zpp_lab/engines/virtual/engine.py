@@ -29,7 +29,7 @@ from zpp_lab.codecs.numerics import clip_factor, fold_sum, total_norm
 from zpp_lab.collectives.acts import FP32, EncodeObserver, Parts
 from zpp_lab.collectives.context import Clock
 from zpp_lab.collectives.ledger import Ledger
-from zpp_lab.collectives.plan import Bytes, Leg, PassUse, Plan, add_bytes, leg_bytes, plans_by_step
+from zpp_lab.collectives.plan import Bytes, PassUse, Plan, add_bytes, leg_bytes, plans_by_step
 from zpp_lab.collectives.recipe import DTYPES
 from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import BACKWARD, FORWARD, ROLLOUT, TP_RAW, Wire
@@ -151,8 +151,7 @@ class VirtualEngine(Engine):
         for cell in self.cells:
             cell.check_bytes(self._passes(), self.reduced)
         if self.parts is not None:
-            planned = leg_bytes(Leg(*leg) for leg in self.parts.plan.legs())
-            self.ledger.check(planned)
+            self.ledger.check(leg_bytes(self.parts.plan.legs()))
         sent = dict(self.ledger.step)
         for own in (*(cell.ledger.step for cell in self.cells), self.rolled):
             add_bytes(sent, own)
