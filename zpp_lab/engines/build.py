@@ -18,7 +18,6 @@ from zpp_lab.collectives.plan import Plan, Unit
 from zpp_lab.collectives.recipe import DTYPES, Recipe
 from zpp_lab.config.load import load
 from zpp_lab.config.model import ModelConfig
-from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import ClusterConfig, Config, EngineConfig, RecipeConfig
 from zpp_lab.data.tokenizer import open_outside
 from zpp_lab.engines.base import Engine
@@ -77,7 +76,8 @@ def build_engine(config: Config, vocab_size: int, device: torch.device) -> Engin
 
 
 def check_axes(config: Config) -> None:
-    """ValueError, naming the setting, for what stages and tensor parts do not have yet."""
+    """ValueError, naming the setting, for what stages and tensor parts do not have yet. `Config`
+    itself refuses more."""
     cluster, engine, train = config.cluster, config.engine, config.train
     if cluster.pp > 1:
         raise ValueError(f"cluster.pp={cluster.pp}: models are not cut into stages yet: use 1")
@@ -88,15 +88,13 @@ def check_axes(config: Config) -> None:
         (engine.name != "deepspeed", "engine=deepspeed: use engine=fsdp"),
         (config.task == "text", f"task={config.task}: use task=text"),
         (not engine.compile, "engine.compile=true: use false"),
-        (not Residence.of(config).masters, "master weights in host memory: leave it out"),
-        (train.masters == "fp32", f"train.masters={train.masters}: use fp32"),
+        (not engine.offload, "engine.offload=true: use false"),
         (train.optimizer_state != "8bit", "train.optimizer_state=8bit: use fp32 or bf16"),
         (
             config.recipe.parts[2] != "none",
             f"recipe.{config.recipe.setting('optimizer')}: use node or world",
         ),
         (not config.recipe.remembers, "memory.kind=residual: leave it out"),
-        (train.param_dtype != "fp16", "train.param_dtype=fp16: use bf16"),
         (length % cluster.tp == 0, f"data.seq_len={length}: use a multiple of it"),
     ):
         if not ok:
