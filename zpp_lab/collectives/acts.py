@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch import Tensor
 from zpp_lab.codecs import Noise, RawCodec, ShamCodec, kernels, noise_key
 from zpp_lab.codecs.base import Codec
 from zpp_lab.codecs.layout import Layout
-from zpp_lab.collectives.context import Clock
+from zpp_lab.collectives.context import Clock, EncodeObserver
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.collectives.traffic import Leg, Traffic
@@ -82,14 +82,6 @@ class PartsPlan:
 
 def _layout(place: str, numel: int, codec: Codec) -> Layout:
     return Layout.build([place], [numel], [codec])
-
-
-class EncodeObserver(Protocol):
-    """Sees what one part encodes: `context.Observer`'s telemetry alone."""
-
-    def room(self, wire: Wire, layout: Layout, payload: Tensor) -> Tensor | None: ...
-
-    def encoded(self, wire: Wire, layout: Layout, errors: Tensor | None) -> None: ...
 
 
 class Parts:

@@ -27,15 +27,9 @@ from zpp_lab.config.wires import Wire
 Key = tuple[Wire, str]  # of a memory: wire and parameter
 
 
-class Observer(Protocol):
-    """Sees one rank's values before they go on a wire, with the payload that carries them.
-
-    Telemetry needs no look: `kernels.encode` fills what `room` gives, and `encoded` takes it. Who
-    `looks` gets values too.
-    """
-
-    @property
-    def looks(self) -> bool: ...
+class EncodeObserver(Protocol):
+    """Sees the errors of what one rank encodes: `kernels.encode` fills what `room` gives, and
+    `encoded` takes it."""
 
     def room(self, wire: Wire, layout: Layout, payload: Tensor) -> Tensor | None:
         """For the `errors` of `kernels.encode` of this payload, where they are wanted."""
@@ -44,6 +38,14 @@ class Observer(Protocol):
     def encoded(self, wire: Wire, layout: Layout, errors: Tensor | None) -> None:
         """What `room` has given, filled."""
         ...
+
+
+class Observer(EncodeObserver, Protocol):
+    """Sees one rank's values, too, before they go on a wire, with the payload that carries them.
+    Values are for those that look (`looks`); telemetry needs none."""
+
+    @property
+    def looks(self) -> bool: ...
 
     def weights(self, wire: Wire, layout: Layout, shards: Sequence[Tensor], row: Tensor) -> None:
         """This rank's padded shards, and its payload row uint8 [1, nbytes]."""

@@ -15,7 +15,7 @@ of the forward's after it, as a second gather would bring them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from zpp_lab.codecs.errors import ErrorSums, Telemetry, telemetry
 from zpp_lab.codecs.layout import Layout
 from zpp_lab.codecs.numerics import clip_factor, fold_sum, total_norm
-from zpp_lab.collectives.acts import FP32, EncodeObserver, Parts
+from zpp_lab.collectives.acts import FP32, Parts
 from zpp_lab.collectives.context import Clock
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.plan import Bytes, PassUse, Plan, add_bytes, leg_bytes, plans_by_step
@@ -217,15 +217,11 @@ class VirtualEngine(Engine):
         if self.parts is None:
             yield from self.passes.each(batches(*turn) for turn in turns)
             return
-        for self.parts.reader, self.clock.micro in turns:
-            self.parts.observe = self._observers(watches, self.parts.reader, self.clock.micro)
-            batch = batches(self.parts.reader, self.clock.micro)
-            yield self.passes.eager(tuple(t.to(self.device) for t in batch))
-
-    def _observers(
-        self, watches: Sequence[Watch], rank: int, micro: int
-    ) -> Callable[[int], EncodeObserver]:
-        return lambda part: _Lane(watches[part], rank, micro)
+        for turn in turns:
+            self.parts.reader, self.clock.micro = turn
+            lanes = [_Lane(watch, *turn) for watch in watches]
+            self.parts.observe = lanes.__getitem__
+            yield self.passes.eager(tuple(t.to(self.device) for t in batches(*turn)))
 
     def _own(self, grads: Grads, part: int) -> Grads:
         """Return the gradients of a part's cell by name."""
