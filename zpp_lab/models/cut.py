@@ -107,12 +107,10 @@ class PartLlama(Llama):
 
     def join(self, lanes: Sequence[PartLlama], exchanges: Exchanges | None) -> None:
         """Run these parts together, in their order; the first one is called."""
-        object.__setattr__(self, "lanes", tuple(lanes))  # no submodules
-        self.exchanges = exchanges
+        self.lanes, self.exchanges = tuple(lanes), exchanges
         for blocks in zip(*(lane.layers for lane in lanes), strict=True):
             own: Any = blocks[0]
-            object.__setattr__(own, "lanes", blocks)
-            own.model = {"of": self}
+            own.lanes, own.model = blocks, (self,)
 
     def forward(
         self,
@@ -173,18 +171,18 @@ class PartBlock(Block):
     """A decoder layer of one part; called with the tokens' slices of all lanes."""
 
     lanes: tuple[PartBlock, ...]
+    model: tuple[PartLlama]  # in a tuple, so that it is no submodule
 
     def __init__(self, cfg: ModelConfig, rope: Rope, place: str) -> None:
         super().__init__(cfg, rope)
         self.place = place
-        self.model: dict[str, PartLlama] = {}  # in a dict, so that it is no submodule
 
     def forward(self, *xs: Tensor) -> Any:  # type: ignore[override]
         xs = self._piece(self._piece(xs, "attention"), "mlp")
         return xs if len(xs) > 1 else xs[0]
 
     def _piece(self, xs: Sequence[Tensor], name: str) -> tuple[Tensor, ...]:
-        model, place = self.model["of"], f"{self.place}.{name}"
+        (model,), place = self.model, f"{self.place}.{name}"
         assert model.exchanges is not None
         normed = [getattr(b, f"{name}_norm")(x) for b, x in zip(self.lanes, xs, strict=True)]
         every = gather(model.exchanges, place, normed)
