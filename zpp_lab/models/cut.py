@@ -136,9 +136,9 @@ class PartLlama(Llama):
         logits = [F.linear(x, lane._head()) for lane, x in zip(self.lanes, xs, strict=True)]
         first = [lane.part * logit.shape[1] for lane, logit in zip(self.lanes, logits, strict=True)]
         flat = targets.flatten()
-        scores: Tensor = _PartLoss.apply(self.exchanges, flat, first, *logits)
+        scores: Tensor = _PartLoss.apply(self.exchanges, flat, first, each, *logits)
         if each:
-            return scores if not scores.requires_grad else scores[:1]
+            return scores
         losses = scores[0]
         if share is not None:
             return times(losses.sum(), share)
@@ -301,25 +301,30 @@ class _Scatter(torch.autograd.Function):
 
 
 class _PartLoss(torch.autograd.Function):
-    """Local logits [N, vocab / tp] of these parts → each target's scores [2, N] in fp32 (fp64 for
-    fp64): its loss, 0 where it is IGNORED, and 1 where the model predicts it. All parts have the
-    same. `first`: each part's first class."""
+    """Local logits [N, vocab / tp] of these parts → each target's scores [1, N] in fp32 (fp64 for
+    fp64): its loss, 0 where it is IGNORED. With `hits` [2, N]: also 1 where the model predicts it.
+    All parts have the same. `first`: each part's first class."""
 
     @staticmethod
     def forward(
-        ctx: Any, exchanges: Exchanges, targets: Tensor, first: Sequence[int], *logits: Tensor
+        ctx: Any,
+        exchanges: Exchanges,
+        targets: Tensor,
+        first: Sequence[int],
+        hits: bool,
+        *logits: Tensor,
     ) -> Tensor:
         own = [_numbers(x, targets - f) for x, f in zip(logits, first, strict=True)]
-        if not any(ctx.needs_input_grad):  # what only evaluation asks for
-            hits = [x.argmax(-1) == targets - f for x, f in zip(logits, first, strict=True)]
-            own = [torch.cat((n, h[None].to(n))) for n, h in zip(own, hits, strict=True)]
+        if hits:
+            found = [x.argmax(-1) == targets - f for x, f in zip(logits, first, strict=True)]
+            own = [torch.cat((n, h[None].to(n))) for n, h in zip(own, found, strict=True)]
         every = exchanges.raw("loss", own)[0]  # [tp, 3 or 4, N]
         top, logsum, logit = _combined(every)
         ctx.first = first
         ctx.save_for_backward(targets, logsum, *logits)
         losses = (logsum - logit).masked_fill(targets == IGNORED, 0.0)
-        if every.shape[1] == 3:
-            return torch.stack((losses, torch.zeros_like(losses)))
+        if not hits:
+            return losses[None]
         leads = (every[:, 0] == top).to(torch.uint8).argmax(0)  # the first part with the largest
         return torch.stack((losses, every[:, 3].gather(0, leads[None])[0]))
 
@@ -334,7 +339,7 @@ class _PartLoss(torch.autograd.Function):
             classes = torch.arange(first, first + x.shape[1], device=x.device)
             to_logits.add_(classes == targets[:, None], alpha=-1)
             made.append(to_logits.mul_(grad[:, None]).to(x.dtype))
-        return None, None, None, *made
+        return None, None, None, None, *made
 
 
 def _numbers(logits: Tensor, own: Tensor) -> Tensor:
