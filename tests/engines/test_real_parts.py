@@ -164,7 +164,7 @@ def seen() -> dict[str, bool]:
     engine = real("acts8", SHAPE)
     assert engine.parts is not None
     tp, sent, start = SHAPE[2], Counter[str](), transport._start
-    among = engine.parts.parts.transport
+    among = engine.parts.transport
     assert isinstance(among, ProcessGroups)
 
     def counting(group: Any, names: tuple[str, ...]) -> Any:

@@ -40,8 +40,9 @@ def cell_of(cluster: ClusterConfig, device: torch.device) -> Ranks | None:
     return found
 
 
-class OwnPart:
-    """This rank's part, number `part` of its reader; `joined` makes one."""
+class OwnPart(Parts):
+    """The exchanges of this rank's part, number `part` of those that read its batch; `joined` makes
+    one."""
 
     def __init__(
         self, model: PartLlama, plan: Plan, cluster: ClusterConfig, clock: Clock, watchdog: Watchdog
@@ -49,12 +50,12 @@ class OwnPart:
         assert plan.parts is not None
         ranks = cluster.members({"tp"}, dist.get_rank())
         among = ProcessGroups(ClusterConfig(1, cluster.tp), watchdog, ranks)
-        self.parts = Parts(plan.parts, clock, Ledger(), among)
-        self.parts.reader, self.part = dist.get_rank() // cluster.tp, among.rank
+        super().__init__(plan.parts, clock, Ledger(), among)
+        self.reader, self.part = dist.get_rank() // cluster.tp, among.rank
         self.world, self.tp, self.shards = cluster.world, cluster.tp, plan.recipe.shards
         every = [p for unit in plan.units for p in unit.unit.parameters]
         self.shared = {p.name: p.shard_numel for p in every if p.parts == 1}
-        model.join((model,), self.parts)
+        model.join((model,), self)
 
     @classmethod
     def joined(
@@ -73,7 +74,7 @@ class OwnPart:
         for name, row in zip(names, rows.split(sizes), strict=True):
             if name in grads:
                 row[: grads[name].numel()] = grads[name].flatten()
-        (total,) = self.parts.sum("shared gradients", [rows])
+        (total,) = self.sum("shared gradients", [rows])
         for name, row in zip(names, total.split(sizes), strict=True):
             if name in grads:
                 grads[name].copy_(row[: grads[name].numel()].view_as(grads[name]))
@@ -84,7 +85,7 @@ class OwnPart:
 
     def to_save(self, state: State) -> State:
         """Return what this rank writes of its cell's state: rows of whole tensors."""
-        with self.parts.uncounted():
+        with self.uncounted():
             return map_state(state, self._saved)
 
     def to_read(self, state: State) -> State:
@@ -98,7 +99,7 @@ class OwnPart:
     def _region(self, name: str, tensor: Tensor) -> Any:
         if not isinstance(tensor, DTensor):
             return tensor
-        shape, own, reader = tuple(tensor.shape), local(tensor), self.parts.reader
+        shape, own, reader = tuple(tensor.shape), local(tensor), self.reader
         first, _ = own_rows(shape, self.shards, reader % self.shards)
         dim, writes = cut_dim(name) if len(shape) > 1 else None, reader < self.shards
         if dim is None:
@@ -114,7 +115,7 @@ class OwnPart:
         region = self._region(name, tensor)
         if not isinstance(region, Rows) or region.columns is None or not region.numel():
             return region
-        (every,) = self.parts.raw(f"{name}, to be saved", [region.tensor.contiguous()])
+        (every,) = self.raw(f"{name}, to be saved", [region.tensor.contiguous()])
         rows = every.transpose(0, 1).flatten(1, 2)
         each = -(-len(rows) // self.tp)
         low, high = (min(len(rows), each * n) for n in (self.part, self.part + 1))
@@ -124,9 +125,9 @@ class OwnPart:
     def every(self, cell: Bytes) -> Bytes:
         """Return what all ranks have sent, where those of a cell sent `cell`. LedgerError where
         parts exchanged something else than planned."""
-        ledger = self.parts.ledger
+        ledger = self.ledger
         ledger.step = {wire: sent * self.world for wire, sent in ledger.step.items()}
-        planned = leg_bytes(self.parts.plan.legs())
+        planned = leg_bytes(self.plan.legs())
         ledger.check(planned)
-        add_bytes(planned, cell, self.parts.plan.tp)
+        add_bytes(planned, cell, self.tp)
         return planned

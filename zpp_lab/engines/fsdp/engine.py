@@ -172,7 +172,7 @@ class FsdpEngine(Engine):
         if self.wrapped.enter(done):
             self.plan, self.memories = self.plans[self.wrapped.phase], self.wrapped.memories
             if self.parts is not None and self.plan.parts is not None:
-                self.parts.parts.plan = self.plan.parts
+                self.parts.plan = self.plan.parts
             self.sent.settled = None
             self.graph.restart()
 
@@ -271,7 +271,7 @@ class FsdpEngine(Engine):
         for unit in self.wrapped.installed:
             unit.start_step()
         if self.parts is not None:
-            self.parts.parts.ledger.start_step()
+            self.parts.ledger.start_step()
         micros = self.plan.micro_steps
         losses = torch.zeros(micros, dtype=torch.float64, device=self.device)
         passes = []
@@ -462,7 +462,7 @@ class FsdpEngine(Engine):
         for i in range(rounds):
             batch = todo[min(i * world + self.rank, len(todo) - 1)]
             self.usage.start()
-            with self.parts.parts.uncounted() if self.parts else nullcontext():
+            with self.parts.uncounted() if self.parts else nullcontext():
                 scores = token_scores(self.model, *self._on_device(batch[:2]))
             self.prefetch.settle(self.usage)
             own[i, :, : scores.shape[1]] = scores
