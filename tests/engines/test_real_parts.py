@@ -57,6 +57,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         BF16,
     ),
     "states": (ACTS8, {**BF16, "optimizer_state": "bf16"}),
+    "host_states": (ACTS8, {**BF16, "optimizer_state": "bf16", "optimizer_place": "host"}),
     "node": ({"shard": "node"} | ACTS8, BF16),
 }
 FAST = {(1, 4, 2): ("mixed", "raw_bf16"), (1, 2, 2): ("acts8",)}

@@ -63,8 +63,15 @@ def test_the_second_readout_is_of_the_last_steps(tmp_path: Path) -> None:
         small(tmp_path, "train.readout_steps=13")
 
 
-def test_resume_equals_an_undisturbed_run(tmp_path: Path) -> None:
-    whole = small(tmp_path, "recipe=qsdp", f"run.dir={tmp_path / 'whole'}")
+PARTS = (
+    *("recipe=qsdp", "cluster=1x4", "cluster.tp=2", "model.vocab_size=512"),
+    *("recipe.acts.bits=4", "recipe.acts.rounding=stochastic"),
+)
+
+
+@pytest.mark.parametrize("settings", [("recipe=qsdp",), PARTS], ids=["whole", "tensor parts"])
+def test_resume_equals_an_undisturbed_run(settings: tuple[str, ...], tmp_path: Path) -> None:
+    whole = small(tmp_path, *settings, f"run.dir={tmp_path / 'whole'}")
     run(whole)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     (tmp_path / "cut" / "summary.json").unlink()
@@ -73,7 +80,7 @@ def test_resume_equals_an_undisturbed_run(tmp_path: Path) -> None:
     written = tmp_path / "cut" / "config.yaml"  # by a version without this setting
     older = [line for line in written.read_text().splitlines() if "bpe_every" not in line]
     written.write_text("\n".join(older))
-    run(small(tmp_path, "recipe=qsdp", f"run.dir={tmp_path / 'cut'}"))
+    run(small(tmp_path, *settings, f"run.dir={tmp_path / 'cut'}"))
     assert last_checkpoint(tmp_path / "cut") == last_checkpoint(tmp_path / "whole")
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
     names = [sorted(p.name for p in (tmp_path / n).iterdir()) for n in ("cut", "whole")]

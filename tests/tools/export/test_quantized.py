@@ -20,7 +20,7 @@ from zpp_lab.config.schema import Config
 from zpp_lab.models.llama_hf import hf_name, to_halves, turned
 from zpp_lab.runs.checkpoint.read import Saved
 from zpp_lab.runs.checkpoint.write import Checkpoints, Saving
-from zpp_lab.tools.export import export_quantized
+from zpp_lab.tools.export import export_hf, export_quantized
 from zpp_lab.tools.export.wire import parse_codec
 from zpp_lab.train.trainer import run
 
@@ -84,6 +84,17 @@ def test_a_trained_run_keeps_its_heldout_loss(tmp_path: Path) -> None:
     assert said["decoded"] == ["model.embed_tokens.weight"]
     assert said["run"] == {"recipe": "zeropp", "seed": 1, "step": 12}
     assert "as training used them" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_quantized_weights_of_tensor_parts_are_refused_and_masters_written(tmp_path: Path) -> None:
+    shape = ["cluster=1x4", "cluster.tp=2", "model.vocab_size=512"]
+    run(llama(tmp_path, "grouped", "recipe=w4", *shape))
+    with pytest.raises(ValueError, match=r"cluster\.tp=2"):
+        export_quantized(tmp_path / "run", tmp_path / "out")
+    export_hf(tmp_path / "run", tmp_path / "masters")
+    found = loaded(tmp_path / "masters").state_dict()
+    for name, weight in theirs(Saved(newest(tmp_path / "run")).state()["weights"], 8).items():
+        assert torch.equal(found[name], weight), name
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "opt", "qwen2"])
