@@ -20,6 +20,7 @@ from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.recipe import SHARDED
 from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import ACTS_BACKWARD, ACTS_FORWARD, TP_RAW
+from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.engines.build import build_engine, check_engine, plan_of
 from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.models import build_model
@@ -258,6 +259,14 @@ def test_telemetry_shows_the_error_of_activations() -> None:
     for wire in (ACTS_FORWARD, ACTS_BACKWARD):
         coarse, fine = errors[1][wire]["mlp"], errors[0][wire]["mlp"]
         assert coarse["nmse"] > 20 * fine["nmse"] > 0
+
+
+def test_a_gradient_that_is_not_finite_is_named_with_its_process() -> None:
+    engine = made((1, 4, 2), ACTS8)
+    name = "layers.0.mlp.w_down.weight"
+    engine.cells[1].weights[name].register_hook(lambda grad: grad * float("nan"))
+    with pytest.raises(NonFiniteError, match=rf"{name} on rank 1"):
+        train(engine, 0, 1)
 
 
 # ---------------------------------------------------------------------- states

@@ -19,7 +19,7 @@ from zpp_lab.collectives import transport
 from zpp_lab.collectives.transport import ProcessGroups
 from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import ACTS_BACKWARD, ACTS_FORWARD, TP_RAW
-from zpp_lab.engines.base import Engine
+from zpp_lab.engines.base import Engine, NonFiniteError
 from zpp_lab.engines.build import build_engine
 from zpp_lab.engines.fsdp.base import own_rows
 from zpp_lab.engines.fsdp.engine import FsdpEngine
@@ -196,6 +196,31 @@ def seen() -> dict[str, bool]:
 def test_groups_saw_the_bytes_of_the_ledger_and_dtensor_moved_nothing() -> None:
     said = run_world(4, seen)
     assert all(said.values()), said
+
+
+def poisoned(name: str, value: float) -> list[str]:
+    """What both engines say of a step with this weight in the second part."""
+    engine, twin = real("acts8", SHAPE), made(SHAPE, ACTS8, **BF16)
+    assert engine.parts is not None
+    with torch.no_grad():
+        twin.cells[1].master[name].fill_(value)
+        if engine.parts.part == 1:
+            local(engine.parameters[name]).fill_(value)
+    found = []
+    for one in (engine, twin):
+        try:
+            one.step(0, 1e-2, partial(batch, 0), False)
+        except NonFiniteError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("head.weight", 1e38), ("layers.0.mlp.w_up.weight", float("nan"))], ids=str
+)
+def test_both_engines_find_the_same_value_that_is_not_finite(name: str, value: float) -> None:
+    real_one, virtual_one = run_world(4, poisoned, name, value)
+    assert real_one == virtual_one
 
 
 def shared(folder: str, keep: int) -> Checkpoints:

@@ -32,9 +32,14 @@ class Watch:
     def gradient(self, step: int, rank: int, name: str, grad: Tensor) -> None:
         """A rank's gradient before any wire."""
         if self.check and not bool(torch.isfinite(grad).all()):
+            own = self.process(rank)
             raise NonFiniteError(
-                step, f"the gradient of {name} on rank {rank} is not finite before any wire"
+                step, f"the gradient of {name} on rank {own} is not finite before any wire"
             )
+
+    def process(self, rank: int) -> int:
+        """Return the rank in the world of one of the cell."""
+        return rank * self.parts + self.part
 
     def weights(
         self, step: int, wire: Wire, layout: Layout, outs: Sequence[Tensor], rows: int
@@ -54,7 +59,7 @@ class Watch:
         """Rows [R, n] of each segment after decoding."""
         for segment, y in zip(layout.segments, after, strict=True):
             if self.check and not bool(torch.isfinite(y).all()):
-                who = "" if rank is None else f" from rank {rank}"
+                who = "" if rank is None else f" from rank {self.process(rank)}"
                 raise NonFiniteError(step, f"{wire} delivered NaN for {segment.name}{who}")
 
     def room(self, layout: Layout, payload: Tensor) -> Tensor | None:
@@ -75,8 +80,8 @@ class Watch:
             every = fold_sum(torch.stack(own, dim=-1))  # [segments, 9]
             for i in _coded(layout):
                 name = layout.segments[i].name
-                process = rank * self.parts + self.part
-                self.errors.add(Column(wire, param_class(name), name, micro), process, every[i])
+                column = Column(wire, param_class(name), name, micro)
+                self.errors.add(column, self.process(rank), every[i])
 
     def encoded_again(
         self,

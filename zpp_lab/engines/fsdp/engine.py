@@ -201,7 +201,7 @@ class FsdpEngine(Engine):
         telemetry: bool,
         ahead: Batches | None = None,
     ) -> StepResult:
-        watch = RankWatch(step, self.rank, errors=ErrorSums()) if telemetry else None
+        watch = self._watch(step, errors=ErrorSums()) if telemetry else None
         laps = self.laps = Laps()
         self.enter(step)
         self._start(step)
@@ -387,6 +387,12 @@ class FsdpEngine(Engine):
         else:
             update(self.parameters)
 
+    def _watch(self, step: int, **how: Any) -> RankWatch:
+        """Make what looks at this rank's wires in a step."""
+        if self.parts is not None:
+            how |= {"parts": self.parts.tp, "part": self.parts.part}
+        return RankWatch(step, self.rank, **how)
+
     def settle(self) -> None:
         """Finish the last step's update, before anything but another step looks at the state. No
         stream keeps the host from reading and writing what lies in host memory: it waits."""
@@ -399,7 +405,7 @@ class FsdpEngine(Engine):
         may stop half-way, so findings are collected and compared at the end."""
         self.optimizer.zero_grad(set_to_none=True)
         order = {name: i for i, name in enumerate(self.parameters)}
-        watch = RankWatch(step, self.rank, order, check=True)
+        watch = self._watch(step, order=order, check=True)
         self._gradients(step, batches, watch)
         watch.means({} if self.wrapped.installed else self.resident.grads())
         self.optimizer.zero_grad(set_to_none=True)

@@ -22,7 +22,7 @@ from zpp_lab.config.wires import BACKWARD, INTER, WIRES, Wire
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.engines.watch import Watch
 
-Place = tuple[int, ...]  # weights or gradients, rank, micro-step, hop, parameter
+Place = tuple[int, ...]  # weights or gradients, rank, micro-step, hop, parameter, tensor part
 
 
 @dataclass(order=True, frozen=True)
@@ -42,12 +42,14 @@ class RankWatch:
     order: Mapping[str, int] = field(default_factory=dict)  # of the model's parameters
     errors: ErrorSums | None = None
     check: bool = False
+    parts: int = 1  # tensor parts
+    part: int = 0
     micro: int = 0
     first: Finding | None = None
     watch: Watch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.watch = Watch(self.errors, self.check)
+        self.watch = Watch(self.errors, self.check, self.parts, self.part)
 
     def at(self, micro: int) -> RankWatch:
         self.micro = micro
@@ -117,7 +119,7 @@ class RankWatch:
 
     def _found(self, place: Place, name: str, error: NonFiniteError) -> None:
         where = str(error).split(": ", 1)[1]
-        finding = Finding((*place, self.order.get(name, 0)), where)
+        finding = Finding((*place, self.order.get(name, 0), self.part), where)
         if self.first is None or finding < self.first:
             self.first = finding
 

@@ -194,8 +194,10 @@ class VirtualEngine(Engine):
                     )
                 if waits:
                     use.check_once()
-                for name, grad in grads.items() if watches[0].check else ():
-                    watches[0].gradient(step, rank, name, grad)
+                for name in self.cell.weights if watches[0].check else ():
+                    for t, watch in enumerate(watches):
+                        if (grad := grads.get(_key(name, t))) is not None:
+                            watch.gradient(step, rank, name, grad)
                 local = self._accumulate(local, grads) if waits else grads
                 if not waits or micro == self.plan.micro_steps - 1:
                     for t, cell in enumerate(self.cells):
