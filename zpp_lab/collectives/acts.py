@@ -56,7 +56,8 @@ class PartsPlan:
 
     @property
     def places(self) -> int:
-        """Exchanges of a forward: two a block and piece, the embedding's and the head's."""
+        """Exchanges of a forward: a gather and a scatter for each of a block's two pieces, the
+        embedding's scatter and the head's gather."""
         return 4 * self.blocks + 2
 
     def traffic(self, each: int) -> Traffic:

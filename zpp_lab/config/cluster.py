@@ -1,7 +1,7 @@
 """The ranks of a run: how they lie in nodes, and which part of the model each of them has.
 
 A cell is one (stage, tensor part) of the model. Its ranks form one data-parallel cluster, `dp`,
-over which recipes gather and reduce. What lies between cells has links of its own.
+over which recipes gather and reduce. Cells exchange activations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank's tensor part: what it exchanges with the others of its reader, outside of FSDP2.
+"""This rank's tensor part: what it exchanges with those that read the same batch, outside of FSDP2.
 
 FSDP2 shards a part over the ranks of its cell. Parts are cut before that, as plain parameters, so
 no collective of torch's runs between them.

@@ -37,9 +37,9 @@ from zpp_lab.engines.watch import Watch
 
 
 class Cell:
-    """Gathers, reduces and updates `weights` (fp32, on their device) as `plans` say, by the steps
-    done when each begins. They become the gathered weights in `param_dtype`; the fp32 master
-    weights are separate."""
+    """Gathers, reduces and updates `weights` (fp32, on their device). They become the gathered
+    weights in `param_dtype`; the fp32 master weights are separate. `plans`: by how many steps are
+    done when each begins."""
 
     def __init__(
         self, weights: Mapping[str, nn.Parameter], plans: Mapping[int, Plan], config: Config
