@@ -28,3 +28,17 @@ def test_a_whole_calibration_makes_a_machine_that_predicts(tmp_path: Path) -> No
     bf16 = ["train.param_dtype=bf16", "train.reduce_dtype=bf16", "engine=fsdp"]
     found = predict(compose(["recipe=zeropp", "cluster=2x2", *bf16]), machine, 1.0)
     assert found.step_s > 0
+    assert machine.bus is not None
+
+
+@pytest.mark.slow
+def test_one_rank_has_a_bus_and_no_links(tmp_path: Path) -> None:
+    path = tmp_path / "alone.json"
+    assert main(["--out", str(path), "--tiny", "--cpu", "--ranks", "1", "--bits", "4"]) == 0
+    machine = load_machine(str(path))
+    assert machine.bus is not None
+    assert machine.intra is None
+    words = ["engine=fsdp", "recipe=zero3", "train.param_dtype=bf16", "cluster.nodes=1"]
+    assert predict(compose([*words, "cluster.gpus_per_node=1"]), machine).step_s > 0
+    with pytest.raises(ValueError, match="intra"):
+        predict(compose([*words, "cluster.gpus_per_node=2"]), machine)

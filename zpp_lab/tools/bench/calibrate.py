@@ -2,7 +2,8 @@ r"""`zpp-lab bench calibrate --out machine.json`: the figures that `zpp-lab plan
 
 About two minutes on the GPUs of one host: a block's forward and backward at several widths, eager
 and compiled; what the host needs to start them, FSDP2's gathers and reductions included; codec
-kernels; transfers between the ranks. Rank 0's figures count, for transfers the slowest rank's.
+kernels; pinned host memory and the bus to it; transfers between the ranks, unless there is one GPU.
+Rank 0's figures count, for transfers and the bus the slowest rank's.
 
 Links between nodes are measured where torchrun has started ranks on several hosts (two or more a
 host), or on emulated nodes, and `--link-gbps` names the nominal speed of a node's link:
@@ -29,7 +30,7 @@ from zpp_lab.config.codec import BITS
 from zpp_lab.config.parser import Parser, check_own, listed, new_file, number, whole
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.runs.provenance import commit, machine_facts, versions
-from zpp_lab.tools.bench.calibrate_steps import Links, codecs, copy_rate, curve, host
+from zpp_lab.tools.bench.calibrate_steps import Links, bus, codecs, copy_rate, curve, host
 from zpp_lab.tools.bench.ranks import join, start
 from zpp_lab.tools.plan.cost.machine import MODES, Between, Machine, Mode
 
@@ -40,7 +41,7 @@ MIB = 2**20
 class Sizes:
     """How much is measured. widths: dim, ffn, heads, tokens of a block. transfer_sizes: bytes a
     rank receives. numel: elements that a codec kernel takes. layers and width: of the model
-    that shows the host's time."""
+    that shows the host's time. bus: bytes of each way."""
 
     widths: tuple[tuple[int, int, int, int], ...]
     compiled: tuple[tuple[int, int, int, int], ...]
@@ -50,6 +51,7 @@ class Sizes:
     layers: int
     width: int
     normed: int
+    bus: int
 
 
 LARGE = Sizes(
@@ -67,6 +69,7 @@ LARGE = Sizes(
     layers=16,
     width=256,
     normed=1024,
+    bus=2048 * MIB,
 )
 TINY = Sizes(
     widths=((32, 64, 2, 16), (64, 128, 2, 32)),
@@ -77,6 +80,7 @@ TINY = Sizes(
     layers=2,
     width=32,
     normed=32,
+    bus=MIB,
 )
 
 
@@ -86,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
         "--out", type=new_file, required=True, help="the machine's JSON file to write"
     )
     made.add_argument("--name", help="the machine's name (default: the file's)")
-    made.add_argument("--ranks", type=whole(2), help="processes (default: one a GPU, or 2)")
+    made.add_argument("--ranks", type=whole(1), help="processes (default: one a GPU, or 2)")
     made.add_argument(
         "--bits", type=listed(whole(), BITS), default=list(BITS), help="of the codecs"
     )
@@ -123,8 +127,6 @@ def main(argv: list[str]) -> int:
         raise ValueError("bench calibrate measures GPUs, but found none: add --tiny to try it")
     if "RANK" not in os.environ:
         ranks = args.ranks or gpus or 2
-        if ranks < 2:
-            raise ValueError("bench calibrate measures links: it needs two GPUs, or --cpu --tiny")
         start(["-m", "zpp_lab.tools.bench.calibrate", *argv], ranks)
         return 0
     _measure(args, gpus > 0)
@@ -153,26 +155,35 @@ def modes_of(args: argparse.Namespace) -> list[Mode]:
 def measured(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> Machine:
     """Measure this machine. Every rank calls it; all get rank 0's figures."""
     modes = [m for m in modes_of(args) if m == "eager" or device.type == "cuda"]
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    if local < 2:
+    world = dist.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if local < 2 and (world > 1 or args.link_gbps):
         raise ValueError("bench calibrate needs two ranks a host, to measure what joins them")
-    cluster = ClusterConfig(nodes=dist.get_world_size() // local, gpus_per_node=local)
-    same: list[Any] = [_machine(args, sizes, device, modes, Links(cluster, device))]
+    cluster = ClusterConfig(nodes=world // local, gpus_per_node=local)
+    links = Links(cluster, device) if world > 1 else None
+    same: list[Any] = [_machine(args, sizes, device, modes, links)]
     dist.broadcast_object_list(same, 0)
     machine: Machine = same[0]
     return machine
 
 
 def _machine(
-    args: argparse.Namespace, sizes: Sizes, device: torch.device, modes: list[Mode], links: Links
+    args: argparse.Namespace,
+    sizes: Sizes,
+    device: torch.device,
+    modes: list[Mode],
+    links: Links | None,
 ) -> Machine:
     shapes = {"eager": sizes.widths, "compiled": sizes.compiled}
     _say("compute")
     compute = {mode: curve(shapes[mode], mode, device) for mode in modes}
     _say("host")
     started = host(sizes.layers, sizes.width, sizes.normed, modes, device)
-    _say("links inside nodes")
-    inside = links.inside(sizes.transfer_sizes)
+    _say("bus to host memory")
+    to_host = bus(sizes.bus, device)
+    if links is not None:
+        _say("links inside nodes")
+    inside = None if links is None else links.inside(sizes.transfer_sizes)
     _say("codecs")
     kernels = codecs(args.bits, sizes.numel, device)
     _say("memory and links between nodes")
@@ -187,6 +198,7 @@ def _machine(
         codec=kernels,
         comment=_comment(sizes, source),
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        bus=to_host,
     )
 
 
@@ -195,9 +207,9 @@ def _say(text: str) -> None:
         print(f"calibrate: {text}", flush=True)
 
 
-def _between(args: argparse.Namespace, links: Links, sizes: Sizes) -> tuple[Between, str]:
+def _between(args: argparse.Namespace, links: Links | None, sizes: Sizes) -> tuple[Between, str]:
     """Return the links between nodes, and the source of their figures."""
-    if args.link_gbps:
+    if args.link_gbps and links is not None:
         gbps = args.link_gbps
         source = f"measured over links of {gbps:g} Gbit/s a node"
         return links.between(sizes.transfer_sizes, gbps), source
@@ -216,7 +228,8 @@ def _comment(sizes: Sizes, between: str) -> dict[str, str]:
         "compute": f"{made}: a third of forward and backward of one block, by its FLOPs",
         "memory_bytes_per_s": f"{made}: a copy, read and written",
         "host": f"{made}: a small model alone and under FSDP2, so that the host is the bound",
-        "intra": f"{made}: transfers alone, engine.transport=auto",
+        "intra": f"{made}: transfers alone, engine.transport=auto; null: one GPU has none",
+        "bus": f"{made}: pinned memory, all GPUs of the host together",
         "inter": between,
         "codec": f"{made}: kernels on bf16, blocks of 256; launch_s: an encode of 16 elements",
     }

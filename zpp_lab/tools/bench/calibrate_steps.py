@@ -28,17 +28,19 @@ from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig, TrainConfig
 from zpp_lab.engines.build import plan_of
 from zpp_lab.engines.norm import squares
+from zpp_lab.engines.optim.host import zeros
 from zpp_lab.models import build_model
 from zpp_lab.models.start import materialize
 from zpp_lab.tools.bench.ranks import Timing, call_seconds
 from zpp_lab.tools.bench.step.engines import PlainFsdp2
-from zpp_lab.tools.plan.cost.machine import OPERATORS, Between, Curve, Host, Inside, Mode
+from zpp_lab.tools.plan.cost.machine import OPERATORS, Between, Bus, Curve, Host, Inside, Mode
 from zpp_lab.tools.plan.cost.machine import Codec as CodecSeconds
 from zpp_lab.tools.plan.cost.transfers import codec_key
 from zpp_lab.train.footprint import settled
 
 CALLS, WARMUP = 8, 3
 PRODUCT, PRODUCTS = 8192, 6  # 6.6 TFLOP: longer than the largest gather on NVLink
+BESIDE = 64  # 70 TFLOP: longer than 2 GiB take each way
 BLOCK = 256
 KINDS = ("gather", "reduce")
 ROWS = 4  # of a sum
@@ -253,6 +255,47 @@ def copy_rate(nbytes: int, device: torch.device) -> float:
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * nbytes / device_seconds(lambda: target.copy_(source), device)
+
+
+def bus(nbytes: int, device: torch.device) -> Bus:
+    """Every rank calls it, as GPUs of a host share its memory; the slowest rank's figures count.
+    Both ways are measured beside matrix products, as a step uses them."""
+    cuda = device.type == "cuda"
+    dist.barrier()
+    began = CLOCK()
+    near, far = (zeros((nbytes,), torch.uint8, device, True) for _ in range(2))
+    pinning = (CLOCK() - began) / (2 * nbytes / 2**30)
+    came, goes = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    factor = torch.randn(PRODUCT if cuda else 1, PRODUCT if cuda else 1, device=device, dtype=BF16)
+    out, busy = (torch.cuda.Stream(), torch.cuda.Stream()) if cuda else (None, None)
+
+    def bring() -> None:
+        came.copy_(near, non_blocking=True)
+
+    def send() -> None:
+        far.copy_(goes, non_blocking=True)
+
+    def both() -> None:
+        if out is None or busy is None:
+            bring()
+            send()
+            return
+        for stream in (out, busy):
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(busy):  # for longer than the copies
+            for _ in range(BESIDE):
+                torch.mm(factor, factor)
+        with torch.cuda.stream(out):
+            send()
+        bring()
+        torch.cuda.current_stream().wait_stream(out)
+
+    dist.barrier()
+    found = [device_seconds(call, device) for call in (bring, send, both)]
+    slowest = torch.tensor([*found, pinning], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    in_s, out_s, both_s, pin_s = slowest.tolist()
+    return Bus(nbytes / in_s, nbytes / out_s, 2 * nbytes / both_s, pin_s)
 
 
 def host(layers: int, width: int, normed: int, modes: Sequence[Mode], device: torch.device) -> Host:

@@ -151,19 +151,38 @@ class Codec:
 
 
 @checked(frozen=True, config=_STRICT)
+class Bus:
+    """Pinned host memory as each GPU reads and writes it while all do: bytes a second. `both`: of
+    both ways together, beside matrix products."""
+
+    to_device: AboveZero
+    to_host: AboveZero
+    both: AboveZero
+    pin_s_per_gib: NotNegative  # until the system has given the pages and the driver knows them
+
+    def shared(self, ranks: int) -> Bus:
+        """Return what each of `ranks` ranks has that share a GPU."""
+        return Bus(
+            self.to_device / ranks, self.to_host / ranks, self.both / ranks, self.pin_s_per_gib
+        )
+
+
+@checked(frozen=True, config=_STRICT)
 class Machine:
     """One kind of host and GPU. `compute`: by mode (eager, compiled), seconds on the device by the
-    FLOPs of one block's forward in bf16; its backward is twice that."""
+    FLOPs of one block's forward in bf16; its backward is twice that. `intra`: None where one GPU
+    was measured. `bus`: None in files from before it was measured."""
 
     name: str
     compute: Annotated[Mapping[Mode, Curve], Field(min_length=1)]
     memory_bytes_per_s: AboveZero  # read and written, of a large copy
     host: Host
-    intra: Inside
+    intra: Inside | None
     inter: Between
     codec: Codec
     comment: Mapping[str, str]  # where each number comes from
     gpu: str = ""  # its name as torch says it
+    bus: Bus | None = None
 
     def __post_init__(self) -> None:
         host = self.host
@@ -183,6 +202,17 @@ class Machine:
             )
         return wanted
 
+    @property
+    def inside(self) -> Inside:
+        """The links inside a node. ValueError where none were measured."""
+        if self.intra is None:
+            raise ValueError(
+                f"machine {self.name} was measured on one GPU and has no links (intra): set "
+                "cluster.nodes=1 cluster.gpus_per_node=1, or run `zpp-lab bench calibrate` on "
+                "several GPUs"
+            )
+        return self.intra
+
     def shared(self, ranks: int) -> Machine:
         """Return this machine as one of `ranks` ranks sees it that share each GPU and work at the
         same time, each in a node of its own: kernels, copies and the links inside nodes take
@@ -192,13 +222,14 @@ class Machine:
             return self
         codec = self.codec
         each = {op: {k: s * ranks for k, s in by.items()} for op, by in codec.seconds.items()}
-        links = self.intra
+        links = self.inside
         return replace(
             self,
             compute={mode: curve.slower(ranks) for mode, curve in self.compute.items()},
             memory_bytes_per_s=self.memory_bytes_per_s / ranks,
             intra=Inside(links.gather.slower(ranks), links.reduce.slower(ranks), links.gpu_share),
             codec=Codec(codec.launch_s * ranks, each),
+            bus=self.bus and self.bus.shared(ranks),
         )
 
     def save(self, path: Path) -> None:

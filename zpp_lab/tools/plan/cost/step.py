@@ -401,7 +401,7 @@ class _Step:
         for i, (kernel, sent) in enumerate(zip(found.kernels, found.transfers, strict=False)):
             kernels = f"{what} kernels"
             own = self.line.add(kernels, f"{what}: kernel {i}", "gpu", kernel, waits)
-            share = self.machine.intra.gpu_share if sent.link == "intra" else 0.0
+            share = self.machine.inside.gpu_share if sent.link == "intra" and sent.seconds else 0.0
             if share:
                 lost = sent.seconds * share
                 self.line.add("lost to transfers", f"{what}: lost {i}", "gpu", lost, [own])

@@ -128,7 +128,7 @@ class Transfers:
         return (Transfer("inter", max(across, inside)),)
 
     def _inside(self, kind: str, nbytes: float) -> float:
-        links = self.machine.intra
+        links = self.machine.inside
         return (links.gather if kind == "gather" else links.reduce).seconds(nbytes)
 
     # ------------------------------------------------------------------ kernels
