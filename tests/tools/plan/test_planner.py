@@ -132,3 +132,11 @@ def test_a_machine_adds_predicted_times_by_link(capsys) -> None:
     shown = " ".join(capsys.readouterr().out.split())
     assert "predicted on h200, ms" in shown
     assert "with engine.blocks_per_unit=4" in shown  # the host is the bound there
+
+
+def test_without_figures_of_the_bus_there_is_no_step_time(capsys) -> None:
+    words = ["recipe=zero3", "engine=fsdp", *BF16, "train.masters=split", "engine.place=host"]
+    code, found = planned(capsys, *words, "--machine", "h200")
+    assert (code, found["time"]["links"]) == (0, {})
+    assert main(["plan", *words, "--machine", "h200"]) == 0
+    assert "bench calibrate" in capsys.readouterr().out

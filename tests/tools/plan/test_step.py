@@ -12,6 +12,7 @@ from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import plan_of
 from zpp_lab.tools.plan.cost import machine as figures
 from zpp_lab.tools.plan.cost.step import LAUNCH, predict, replays
+from zpp_lab.train.memory.estimate import optimizer_bytes
 from zpp_lab.train.speed import block_work
 
 EAGER = "engine.graph=false"
@@ -212,8 +213,8 @@ def test_several_micro_steps_that_reduce_once_send_less() -> None:
     [
         (["train.param_dtype=fp32"], "param_dtype=bf16"),
         (["engine.offload=true"], r"engine\.offload=false"),
-        (["train.optimizer_state=8bit", "train.optimizer_place=host"], "optimizer_place=device"),
-        (["train.masters=split"], r"train\.masters=fp32"),
+        (["train.optimizer_state=8bit", "train.optimizer_place=host"], "bench calibrate"),
+        (["train.masters=split", "engine.place=host"], "bench calibrate"),
         (["engine=deepspeed", "recipe=zero3"], "engine=fsdp"),
         (["engine.compile=true"], r"engine\.compile=false"),
         (["recipe=w8", "recipe.weights.bits=6"], r"encode\.6"),
@@ -246,3 +247,65 @@ def test_every_kind_of_run_has_a_step(overrides: list[str]) -> None:
     own = found.compute_s + found.codec_s + found.optimizer_s + found.exposed_s
     assert own == pytest.approx(found.step_s)
     assert found.step_s >= max(found.inter_s, found.intra_s, found.host_s) * (1 - 1e-9)
+
+
+PLACED = ["train.masters=split", "train.optimizer_state=8bit", "model.layers=3"]
+BUS = figures.Bus(to_device=2e6, to_host=1.5e6, both=2e6, pin_s_per_gib=0.0)
+
+
+def planes(settings: Config) -> tuple[int, list[int]]:
+    """Elements of rank 0's shards, and bytes of the updates of the root and the blocks: low planes,
+    moments, and gradients in bf16."""
+    plan = plan_of(settings)
+    every = [u.unit.parameters for u in (plan.units[-1], *plan.units[:-1])]
+    moments = [optimizer_bytes(ps, "8bit") for ps in every]
+    own = [2 * 2 * sum(p.shard_numel for p in ps) for ps in every]
+    return sum(own) // 4, [m + o for m, o in zip(moments, own, strict=True)]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+def test_state_in_host_memory_takes_a_lane_of_the_bus_each_way(shape: tuple[int, int]) -> None:
+    """Where only the bus takes time, gradients leave after all updates came: nothing overlaps but
+    stages of one unit."""
+    cluster = [f"cluster.nodes={shape[0]}", f"cluster.gpus_per_node={shape[1]}"]
+    settings = compose([*BASE[:-1], *cluster, "recipe=zero3", *PLACED, "engine.place=host"])
+    numel, comes = planes(settings)
+    found = predict(settings, machine(bus=BUS))
+    back = sum(comes) - 2 * numel
+    assert found.bus_s == pytest.approx(max(sum(comes) / 1e6, back / 1e6 + 2 * numel / 1.5e6))
+    # every unit is one stage: its planes come, then go
+    assert found.flush_s == pytest.approx((sum(comes) + back) / 1e6)
+    assert found.step_s == pytest.approx(found.flush_s + 2 * numel / 1.5e6)
+    assert found.exposed_s == pytest.approx(found.step_s)
+    assert found.bound == "bus to host memory"
+
+
+def test_updates_hide_behind_the_forward_but_for_the_first_units() -> None:
+    words = [*BASE[:-1], "cluster.nodes=1", "cluster.gpus_per_node=1", "recipe=zero3", *PLACED]
+    settings = compose([*words, "engine.place={masters: 4, moments: 4}"])
+    _, comes = planes(settings)
+    grads = [2 * sum(p.shard_numel for p in u.unit.parameters) for u in plan_of(settings).units]
+    root, first, *_ = (c - g for c, g in zip(comes, [grads[-1], *grads[:-1]], strict=True))
+    block = block_work(plan_of(settings).units[0], settings).forward
+    slow = machine(compute={"eager": figures.Curve(((block, 100.0),))}, bus=BUS)
+    assert predict(settings, slow).exposed_s == pytest.approx(2 * (root + first) / 1e6)
+    assert predict(settings, slow).flush_s > 0
+    engine = replace(settings.engine, place="device")
+    here = predict(replace(settings, engine=engine), machine(bus=None))
+    assert (here.bus_s, here.flush_s) == (0.0, 0.0)
+
+
+def test_later_micro_steps_bring_earlier_sums() -> None:
+    words = [*BASE, "recipe=zero3", *PLACED, "train.micro_steps=3", "engine.place={gradients: 4}"]
+    settings = compose(words)
+    numel, _ = planes(settings)
+    found = predict(settings, machine(bus=BUS)).parts
+    assert found["gradients out"] == pytest.approx(3 * 2 * numel / 1.5e6)
+    assert found["gradients in"] == pytest.approx(2 * 2 * numel / 1e6)
+
+
+def test_moments_that_pass_at_the_end_of_a_step_hide_behind_nothing() -> None:
+    words = ["recipe=zero3", "train.optimizer_state=8bit", "train.optimizer_place=host"]
+    settings = compose([*BASE, *words])
+    moments = sum(optimizer_bytes(u.unit.parameters, "8bit") for u in plan_of(settings).units)
+    assert predict(settings, machine(bus=BUS)).step_s == pytest.approx(2 * moments / 1e6)

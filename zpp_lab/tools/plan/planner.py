@@ -30,6 +30,7 @@ from zpp_lab.study.run.places import gpu_memory
 from zpp_lab.tools.plan import law
 from zpp_lab.tools.plan.cost import show as time_shown
 from zpp_lab.tools.plan.cost.machine import load_machine
+from zpp_lab.tools.plan.cost.state import NoBus
 from zpp_lab.train.memory.buffers import GIB, MOMENTS, Estimate, Moment
 from zpp_lab.train.memory.estimate import estimate
 
@@ -139,7 +140,11 @@ def plan_command(
     known = load_machine(machine) if machine else None
     speeds = time_shown.links(link_gbps)
     timed_as = outlook.config.phases[-1].config  # of several phases the last
-    times = time_shown.times(timed_as, known, speeds) if known else {}
+    times, lacking = {}, ""
+    try:
+        times = time_shown.times(timed_as, known, speeds) if known else {}
+    except NoBus as error:
+        lacking = f"No step time: {error}."
     if as_json:
         timed = {"time": time_shown.as_dict(timed_as, times, known)} if known else {}
         print(json.dumps(as_dict(outlook, advice) | timed, indent=1))
@@ -149,7 +154,9 @@ def plan_command(
     show(outlook, advice, console)
     if outlook.config.engine.name == "virtual":
         console.print(VIRTUAL.format(world=outlook.config.cluster.world), style="dim")
-    if known:
+    if lacking:
+        console.print(lacking)
+    elif known:
         if outlook.phases:
             console.print(LAST.format(first=outlook.config.phases[-1].first))
         console.print(time_shown.table(times, known))

@@ -10,7 +10,7 @@ from) until the next one begins.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -20,7 +20,7 @@ from zpp_lab.codecs.layout import Parameter
 from zpp_lab.collectives.plan import Plan, UnitPlan
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.residence import Residence
-from zpp_lab.config.schema import Config
+from zpp_lab.config.schema import Config, Plane
 from zpp_lab.engines.norm import square_bytes
 from zpp_lab.engines.optim import BATCH, SCRATCH, SPLITTING, StateKind, state_bytes
 from zpp_lab.engines.optim.host import STAGE, STREAMS, pinned_bytes, pinned_state_bytes
@@ -121,6 +121,17 @@ def _pinned(parameters: Iterable[Parameter], itemsize: int) -> int:
 def optimizer_bytes(parameters: Iterable[Parameter], kind: StateKind) -> int:
     """Return the bytes of both moments of rank 0's shards, scales included."""
     return sum(state_bytes(_shard(p), kind) for p in parameters)
+
+
+def passing_bytes(
+    p: Parameter, config: Config, far: Mapping[Plane, frozenset[str]]
+) -> tuple[int, int]:
+    """Return the bytes of rank 0's rows that an update brings from host memory, and those that go
+    back to it: all but gradients. far: names of parameters by what of them lies there."""
+    both = optimizer_bytes([p], config.train.optimizer_state) * (p.name in far["moments"])
+    both += HALF * p.shard_numel * (p.name in far["masters"])
+    each = HALF if config.train.masters == "split" else FP32
+    return both + each * p.shard_numel * (p.name in far["gradients"]), both
 
 
 def saved_bytes(every: list[Parameter], trained: list[Parameter], config: Config) -> int:
@@ -276,15 +287,9 @@ class _Rank:
     def _transfers(self, trained: list[Parameter]) -> list[Item]:
         """Count what passes the GPU from host memory, a stage in each stream. Where units are
         updated beside the forward, the streams keep theirs."""
-        kind, each = self.config.train.optimizer_state, HALF if self.planes else FP32
-        sizes = {
-            p.name: optimizer_bytes([p], kind) * (p.name in self.far["moments"])
-            + HALF * p.shard_numel * (p.name in self.far["masters"])
-            + each * p.shard_numel * (p.name in self.far["gradients"])
-            for p in trained
-        }
-        nbytes = sum(sizes.values())
-        stage = max(STAGE, *sizes.values())
+        sizes = [passing_bytes(p, self.config, self.far)[0] for p in trained]
+        nbytes = sum(sizes)
+        stage = max(STAGE, *sizes)
         first = min(stage, nbytes)
         # the host frees a stage before it fills the next one: torch counts one at a time
         second = min((STREAMS - 1) * stage, nbytes - first)

@@ -29,6 +29,7 @@ ROWS = {
     "  GPU waits": "exposed_s",
     "busy: in nodes": "intra_s",
     "busy: between": "inter_s",
+    "busy: bus": "bus_s",
     "busy: host": "host_s",
 }
 POINTS = 24  # of a curve, evenly spread over the logarithm of the bandwidth
@@ -50,7 +51,10 @@ def table(found: dict[str, StepTime], machine: Machine) -> Table:
     made.add_column("Gbit/s")
     for link in found:
         made.add_column(link, justify="right")
+    placed = any(t.bus_s for t in found.values())
     for name, attribute in ROWS.items():
+        if attribute == "bus_s" and not placed:
+            continue
         made.add_row(name, *(f"{1000 * getattr(t, attribute):.1f}" for t in found.values()))
     made.add_row("tokens/s", *(f"{t.tokens_per_s:,.0f}" for t in found.values()))
     made.add_row("bound by", *(t.bound for t in found.values()))
@@ -74,6 +78,8 @@ def graph_line(config: Config, machine: Machine, found: dict[str, StepTime]) -> 
     engine, speeds = config.engine, [_gbps(link) for link in found]
     if engine.device == "cpu":
         return "Without a CUDA graph: engine.device=cpu."
+    if engine.place != "device" and not replays(config):
+        return "Without a CUDA graph: engine.place brings state from host memory."
     graph: bool | Literal["auto"] = False if replays(config) else "auto"
     other = times(replace(config, engine=replace(engine, graph=graph)), machine, speeds)
     eager = found if graph else other

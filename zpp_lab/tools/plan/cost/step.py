@@ -11,7 +11,8 @@ With a CUDA graph (`replays`) the host starts forward and backward at once, and 
 new weights while these run.
 
 Then gradients are measured and clipped, AdamW runs and the host reads the loss. New node-replicated
-weights travel at the beginning of a step.
+weights travel at the beginning of a step. With engine.place units are updated there too, each
+before its gather, and gradients leave as they are reduced: a lane of the bus each way.
 
 A prediction is made of tasks on streams, which run in order and share resources (the GPU, a link):
 the stream that has been ready longest goes first. A task is not interrupted.
@@ -29,8 +30,10 @@ from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import BACKWARD, FORWARD, UPDATE, Wire
 from zpp_lab.engines.build import plan_of, vocabulary
+from zpp_lab.engines.optim.host import STREAMS
 from zpp_lab.engines.units import is_untouched
 from zpp_lab.tools.plan.cost.machine import Machine
+from zpp_lab.tools.plan.cost.state import State
 from zpp_lab.tools.plan.cost.transfers import Collective, Transfers
 from zpp_lab.train.speed import Work, block_work, head_work
 
@@ -114,13 +117,20 @@ class Timeline:
         return dict(found)
 
 
-# Bytes that the GPU's memory moves for an element of a rank's shards.
-NORM = 4  # gradients read once, by ours (engines/norm.py) and by torch's
-CLIP = 8
-ADAMW = {"fp32": 28, "bf16": 20, "8bit": 16}  # weight and gradient fp32, two moments
-LOSS = 24  # of a logit: fp32 logits, log-probabilities, their gradient, each written and read
+# Bytes of GPU memory moved for a logit: fp32 logits, log-probabilities, their gradient, each
+# written and read.
+LOSS = 24
+SLICES = 16  # of a unit's computation, between which updates and gradients on their way find a gap
 LAUNCH = 0.002  # seconds in which the host starts a step's CUDA graph, of 1.3B
-BOUNDS = {"gpu": "computation", "host": "host", "intra": "inside nodes", "inter": "between nodes"}
+IN, OUT = "bus in", "bus out"
+BOUNDS = {
+    "gpu": "computation",
+    "host": "host",
+    "intra": "inside nodes",
+    "inter": "between nodes",
+    IN: "bus to host memory",
+    OUT: "bus to host memory",
+}
 
 
 @dataclass(frozen=True)
@@ -128,8 +138,9 @@ class StepTime:
     """Seconds of one step: compute_s + codec_s + optimizer_s + exposed_s = step_s.
 
     codec_s has what the model loses during transfers too; exposed_s is the time in which the GPU
-    waits for links or host. intra_s, inter_s, host_s: how long links and host are busy, hidden or
-    not.
+    waits for links, bus or host. intra_s, inter_s, host_s, bus_s: how long links, host and the
+    busier way of the bus are busy, hidden or not. flush_s: of an update that no forward hides, as
+    after the last step and before an evaluation.
     """
 
     compute_s: float
@@ -143,6 +154,8 @@ class StepTime:
     tokens_per_s: float
     parts: dict[str, float]  # seconds by kind of task
     bound: str  # what is busy longest
+    bus_s: float = 0.0
+    flush_s: float = 0.0
 
 
 def replays(config: Config, own_loop: bool = True) -> bool:
@@ -150,7 +163,9 @@ def replays(config: Config, own_loop: bool = True) -> bool:
     of FSDP2's own has one only where it is asked for."""
     engine = config.engine
     wanted = engine.graph is True or (engine.graph == "auto" and own_loop)
-    return wanted and engine.device != "cpu" and not Residence.of(config).offloads
+    residence = Residence.of(config)
+    placed = residence.offloads or residence.waits or residence.gradients > 0
+    return wanted and engine.device != "cpu" and not placed
 
 
 def predict(
@@ -162,7 +177,7 @@ def predict(
     node. own_loop=False: FSDP2 in a loop of its own, with its own rings and a norm in any
     order; recipe.secondary=true is then its resharding to the node.
     ValueError for what has no figures: models other than the built-in decoder, offload,
-    DeepSpeed, a codec or mode that the machine's file lacks.
+    DeepSpeed, a codec, mode or bus (NoBus) that the machine's file lacks.
     """
     _check(config, link_gbps)
     plan = plan_of(config)
@@ -190,19 +205,8 @@ def _check(config: Config, link_gbps: float | None) -> None:
         )
     if config.engine.name == "deepspeed":
         raise ValueError("engine=deepspeed has no cost model: predict engine=fsdp")
-    residence = Residence.of(config)
-    if residence.offloads:
+    if Residence.of(config).offloads:
         raise ValueError("engine.offload=true has no figures: predict engine.offload=false")
-    if config.engine.place != "device":
-        raise ValueError(
-            f"engine.place={config.engine.place} has no figures: predict engine.place=device"
-        )
-    if residence.moments:
-        raise ValueError(
-            "train.optimizer_place=host has no figures: predict train.optimizer_place=device"
-        )
-    if config.train.masters == "split":
-        raise ValueError("train.masters=split has no figures: predict train.masters=fp32")
     if config.recipe.phases:
         raise ValueError(
             f"recipe {config.recipe.name}: each phase has a step of its own: predict one of them, "
@@ -238,6 +242,10 @@ class _Step:
         self.fetched: dict[str, tuple[int, float]] = {}  # last transfer, and seconds to decode
         self.reduced: list[int] = []  # ends of reductions, in order
         self.renewed: dict[str, int] = {}  # units whose new weights nodes have
+        self.state = State(plan, config, machine)
+        self.updated: list[int] = []  # end of the last update
+        self.fresh: dict[str, int] = {}  # units that are updated, where that waits for a forward
+        self.landed: set[str] = set()  # units of which host memory has gradients of this step
         self.times = {
             id(u): self._kernels(block_work(u, config), u.unit.blocks) for u in self.units
         }
@@ -276,6 +284,8 @@ class _Step:
             tokens_per_s=sequences * self.config.data.seq_len / step,
             parts={kind: seconds for kind, seconds in kinds.items() if seconds},
             bound=BOUNDS[max(BOUNDS, key=lambda name: busy.get(name, 0.0))],
+            bus_s=max(busy.get(IN, 0.0), busy.get(OUT, 0.0)),
+            flush_s=self._flush(),
         )
 
     # ------------------------------------------------------------------ passes
@@ -328,22 +338,39 @@ class _Step:
             self._reduce(self.root, self._mark())
 
     def _update(self, own_loop: bool) -> None:
-        shards = sum(
-            p.shard_numel
-            for u in self.plan.units
-            for p in u.unit.parameters
-            if p.name in u.unit.trainable
-        )
-        rate, train = self.machine.memory_bytes_per_s, self.config.train
-        norm = NORM + (CLIP if train.clip else 0)
         host = self.machine.host
         add = self.line.add
-        add("norm", "compute", "gpu", shards * norm / rate, [self._mark(), *self.reduced[-1:]])
+        norm = self.state.norm()
+        normed = add("norm", "compute", "gpu", norm, [self._mark(), *self.reduced[-1:]])
         self.host = add("host, norm", "host", "host", host.norm_s if own_loop else 0.0)
         blocks = sum(u.unit.blocks for u in self.units)
         self.host = add("host, once a step", "host", "host", host.once_s(blocks))
-        add("optimizer", "compute", "gpu", shards * ADAMW[train.optimizer_state] / rate)
+        if not self.state.residence.waits:
+            self._renew(self.line, self.plan.units, [normed])
+            add("mark", "compute", None, 0.0, self.updated)
         self._mark()
+
+    def _renew(self, line: Timeline, units: Sequence[UnitPlan], after: Iterable[int | None]) -> int:
+        """Update units after those before them; return the end."""
+        waits, ends = [*after, *self.updated], dict[int, int]()
+        for i, stage in enumerate(self.state.stages(units)):
+            lane = f"update: {i % STREAMS}"
+            if stage.comes:
+                line.add("state in", lane, IN, stage.comes, waits)
+            ends[i % STREAMS] = line.add("optimizer", lane, "gpu", stage.update, waits)
+            if stage.goes:
+                ends[i % STREAMS] = line.add("state out", lane, OUT, stage.goes, waits)
+        self.updated = [line.add("mark", "update: end", None, 0.0, [*ends.values(), *waits])]
+        return self.updated[0]
+
+    def _flush(self) -> float:
+        """Return the seconds of a deferred update alone."""
+        if not self.state.residence.waits:
+            return 0.0
+        line, self.updated = Timeline(), []
+        for unit in (self.root, *self.units):
+            self._renew(line, [unit], [])
+        return max(line.run())
 
     # ------------------------------------------------------------------ pieces
 
@@ -351,7 +378,9 @@ class _Step:
         """Kernels that start while the host launches them, and end after the last launch."""
         before = self.host
         self._launch(kind, host)
-        self.line.add(kind, "compute", "gpu", seconds, [before])
+        slices = SLICES if self.state.bus else 1
+        for _ in range(slices):
+            self.line.add(kind, "compute", "gpu", seconds / slices, [before])
         return self._mark()
 
     def _launch(self, kind: str, seconds: float) -> None:
@@ -369,15 +398,18 @@ class _Step:
 
     def _gather(self, unit: UnitPlan, wire: Wire) -> None:
         """Start a gather, unless it is under way, once the gather `ahead` of it is decoded."""
-        if unit.unit.name in self.fetched:
+        name = unit.unit.name
+        if name in self.fetched:
             return
+        if self.state.residence.waits and name not in self.fresh:
+            self.fresh[name] = self._renew(self.line, [unit], [self.host])
         found = self.transfers.gather(unit, wire)
         place = len(self.decoded) + len(self.fetched) - self.ahead
         free = self.decoded[place] if 0 <= place < len(self.decoded) else None
         self._launch("gathers", self.machine.host.gather_s)
-        renewed = self.renewed.get(unit.unit.name)
-        end = self._ship(found, "gather", wire, [self.host, free, renewed])
-        self.fetched[unit.unit.name] = end, found.kernels[-1]
+        renewed = self.renewed.get(name), self.fresh.get(name)
+        end = self._ship(found, "gather", wire, [self.host, free, *renewed])
+        self.fetched[name] = end, found.kernels[-1]
 
     def _copy_out(self, unit: UnitPlan) -> None:
         """Decode on the compute stream what has arrived."""
@@ -389,9 +421,24 @@ class _Step:
             return
         found = self.transfers.reduction(unit, self.last)
         self._launch("reductions", self.machine.host.reduce_s)
-        end = self._ship(found, "reduce", "grads", [self.host, done])
+        leaving, before = self.state.leaving(unit), [self.host, done]
+        # a transfer to host memory holds up the stream of reductions
+        before += self.reduced[-1:] if leaving else []
+        end = self._ship(found, "reduce", "grads", before)
         end = self.line.add("reduce kernels", "reduce: sum", "gpu", found.kernels[-1], [end])
-        self.reduced.append(end)
+        self.reduced.append(self._leave(unit, leaving, end) if leaving else end)
+
+    def _leave(self, unit: UnitPlan, nbytes: int, end: int) -> int:
+        """Add what host memory has of earlier micro-steps, and send the sum there."""
+        lane, seconds = "reduce: sum", nbytes / self.machine.memory_bytes_per_s
+        if unit.unit.name in self.landed:
+            self.line.add("gradients in", lane, IN, nbytes / self.state.way, [end])
+            self.line.add("norm", lane, "gpu", 3 * seconds)
+        self.landed.add(unit.unit.name)
+        if self.last:
+            self.line.add("norm", lane, "gpu", seconds, [end])
+        assert self.state.bus is not None
+        return self.line.add("gradients out", lane, OUT, nbytes / self.state.bus.to_host, [end])
 
     def _ship(
         self, found: Collective, what: str, wire: Wire | str, after: Sequence[int | None]
