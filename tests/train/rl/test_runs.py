@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.engines.fsdp_world import forks, run_world
+from tests.engines.place_jobs import start
 from tests.small_runs import newest
 from zpp_lab.cli.main import main
 from zpp_lab.config.compose import compose
@@ -63,10 +64,17 @@ def lines(config: Config) -> list[dict[str, Any]]:
     return [{k: v for k, v in unmeasured(line).items() if k not in other} for line in found]
 
 
+def end_of(config: Config) -> dict[str, torch.Tensor]:
+    """Return the last state, masters in one piece."""
+    saved = Saved(newest(folder_of(config)))
+    state = {n: t for n, t in flat(saved.state()) if not n.startswith(("weights.", "low."))}
+    return state | {f"weights.{name}": saved.read(name) for name in saved.shapes}
+
+
 def same_end(one: Config, other: Config) -> bool:
     """Whether held-out failures, completions and all states at the end are equal to the bit."""
     files = [(folder_of(c) / n).read_bytes() for n in (HELDOUT, COMPLETIONS) for c in (one, other)]
-    states = [dict(flat(Saved(newest(folder_of(c))).state())) for c in (one, other)]
+    states = [end_of(c) for c in (one, other)]
     assert states[0].keys() == states[1].keys()
     assert any(name.startswith("optimizer") for name in states[0])
     same = all(torch.equal(t, states[1][n]) for n, t in states[0].items())
@@ -76,7 +84,7 @@ def same_end(one: Config, other: Config) -> bool:
 def in_each_rank(*configs: Config) -> None:
     import torch.distributed as dist
 
-    torch.use_deterministic_algorithms(True)
+    start()  # what has left for host memory turns NaN where it lay
     rewards._SHIPPED["mine"] = mine
     for config in configs:
         run(config, dist.get_rank())
@@ -107,6 +115,29 @@ def test_both_engines_agree(tmp_path: Path) -> None:
         assert first["rl"]["reward"] != last["rl"]["reward"]
         assert (first["rl"]["mismatch"] > 1e-4) == (arm == "w4")
         assert same_end(config, other), arm
+
+
+PLACES = {
+    "place": ("train.masters=split", "train.param_dtype=bf16", "engine.place=host"),
+    "some": (
+        *("train.masters=split", "train.param_dtype=bf16"),
+        "engine.place={masters: 1, moments: 2, gradients: 1}",
+    ),
+    "offload": ("engine.offload=true",),
+}
+
+
+def test_state_in_host_memory_gives_the_same_bits(tmp_path: Path) -> None:
+    """Updates that wait for their unit's next forward are done before weights are gathered."""
+    real = ("engine=fsdp", "engine.ordered=true", "engine.device=cpu", "engine.threads=1")
+    there = {name: small(tmp_path, name, *ARMS["w4"], *real, *PLACES[name]) for name in PLACES}
+    run_world(2, in_each_rank, *there.values())
+    for name, other in there.items():
+        own = [setting for setting in PLACES[name] if not setting.startswith("engine.")]
+        config = small(tmp_path, f"{name}_virtual", *ARMS["w4"], *own)
+        run(config)
+        assert lines(config) == lines(other), name
+        assert same_end(config, other), name
 
 
 def tiny_llama(folder: Path) -> Path:
@@ -268,6 +299,8 @@ def test_clipping_is_inert_with_one_step_a_rollout(tmp_path: Path) -> None:
         (["data.seq_len=10"], "data.seq_len"),
         (["data.max_bytes=200"], "data.heldout_every"),
         (["rl.top_p=0.9"], "rl.top_p"),
+        (["cluster.gpus_per_node=4", "cluster.tp=2", "engine=fsdp"], "task=rl"),
+        (["cluster.gpus_per_node=4", "cluster.pp=2", "engine=fsdp"], "cluster.pp"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(
