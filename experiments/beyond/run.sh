@@ -1,0 +1,55 @@
+# Steps of models larger than the GPU, beside DeepSpeed's ZeRO-Offload and FSDP2's CPUOffloadPolicy:
+#   CALL=600 bash experiments/beyond/run.sh OUT [PART...]
+# Parts (6_7b without any), each a call of its own where a machine's time is short: 6_7b 13b largest
+# One GPU; wheels from ../deepspeed/wheels.sh lie in .whl-ds where DeepSpeed is not installed. Each
+# part writes OUT/PART.json. GPU_GIB: what every arm may allocate there; HOST_GIB: what the machine
+# may have in use before an arm is stopped. STEPS, ROUNDS, LIMIT (seconds of an arm), EXTRA
+# (overrides), SIZE (layers of `largest`), and ARMS in place of a part's own.
+set -u
+out=${1:?where to write the results}
+shift
+source experiments/kernels/env.sh
+unpack .whl-ds .site-ds
+export PATH="$PWD/.site-ds/bin:$PATH"  # ninja
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(nproc)}" NCCL_NVLS_ENABLE=0
+# registering pages that eight threads touched takes a third of the time of torch's usual pinning
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8
+mkdir -p "$out" runs/beyond
+small=()
+if nvidia-smi > /dev/null 2>&1; then
+  TORCH_CUDA_ARCH_LIST=$(python3 -c "import torch; print('%d.%d' % torch.cuda.get_device_capability())")
+  export TORCH_CUDA_ARCH_LIST
+  timeout -k 5 "$(within 200)" python3 -c "
+from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()" \
+    > runs/beyond/cpu_adam.log 2>&1 &
+  kernels "$out" || exit 1
+  wait
+  tail -qn 1 runs/beyond/cpu_adam.log
+  echo "built: $SECONDS s"
+else  # a rehearsal
+  small=(engine.device=cpu model=tiny data.seq_len=64 train.batch_size=2)
+fi
+[ $# -gt 0 ] || set -- 6_7b
+arms() {  # part, arms, overrides
+  local name=$1 list=${ARMS:-$2}
+  shift 2
+  python3 experiments/beyond/arms.py "$out/$name.json" --arms "$list" --steps "${STEPS:-4}" \
+    --rounds "${ROUNDS:-1}" --gpu-gib "${GPU_GIB:-78.5}" --host-gib "${HOST_GIB:-124}" \
+    --limit "${LIMIT:-180}" --until "${CALL_END:-$(($(date +%s) + 3600))}" "$@" "${small[@]}" ${EXTRA:-}
+}
+for part in "$@"; do
+  echo "== $part"
+  began=$SECONDS
+  case $part in
+    6_7b) arms "$part" compute,ours,deepspeed,fsdp2,ours_8bit,compute model=6_7b ;;
+    13b)  # peers take less where they do not pin, and still more than 128 GiB
+      arms "$part" compute,ours_8bit,deepspeed_unpinned,fsdp2_unpinned,compute model=13b ;;
+    largest)  # 32_5b's width
+      arms "$part" compute,ours_8bit model=32_5b "model.layers=${SIZE:-36}" ;;
+    largest_deepspeed)  # 6_7b's width
+      arms "$part" deepspeed_unpinned model=6_7b "model.layers=${SIZE:-36}" ;;
+    *) echo "no part $part" ;;
+  esac
+  packed "$out/logs.tar.gz" runs beyond
+  echo "== $part: $((SECONDS - began)) s"
+done
