@@ -1,4 +1,4 @@
-// The operator square_sums: its schema, every check, and the plans that the kernels run. Nothing
+// The operators of squares: their schemas, every check, and the plans that the kernels run. Nothing
 // here reads device memory, and nothing is launched before all checks have passed.
 #include <algorithm>
 #include <vector>
@@ -35,14 +35,13 @@ void add_row(std::vector<SquareSums>& plans, SquaredRow row, bool half, double* 
 
 // All launches use the same `tops`, one after the other.
 void square_sums(std::vector<Tensor> grads, std::vector<int64_t> numels, int64_t rows, Tensor tops,
-                 Tensor sums, Tensor total) {
+                 Tensor sums) {
   STD_TORCH_CHECK(!grads.empty() && rows > 0, "grads: must not be empty, nor have 0 rows");
   STD_TORCH_CHECK(numels.size() == grads.size(), "numels: need one for each of ", grads.size());
   int32_t const device = grads[0].get_device_index();
   int64_t const count = int64_t(grads.size());
   auto* const each = static_cast<double*>(
       checked(sums, ScalarType::Double, count * rows, device, "sums"));
-  auto* const all = static_cast<double*>(checked(total, ScalarType::Double, rows, device, "total"));
   bool const half = grads[0].scalar_type() == ScalarType::BFloat16;
   std::vector<SquareSums> plans;
   for (int64_t i = 0; i < count; ++i) {
@@ -70,15 +69,30 @@ void square_sums(std::vector<Tensor> grads, std::vector<int64_t> numels, int64_t
     plan.tops = room;
     check_launch(launch_square_sums(plan, stream));
   }
-  check_launch(launch_add_in_order(each, count, rows, all, stream));
+}
+
+// sums [count, rows] → total [rows]
+void add_in_order(Tensor sums, Tensor total) {
+  int32_t const device = sums.get_device_index();
+  int64_t const rows = total.numel(), count = rows ? sums.numel() / rows : 0;
+  STD_TORCH_CHECK(sums.numel() == count * rows, "sums: need a multiple of ", rows, " elements");
+  auto const* const each =
+      static_cast<double const*>(checked(sums, ScalarType::Double, 0, device, "sums"));
+  auto* const all = static_cast<double*>(checked(total, ScalarType::Double, 0, device, "total"));
+  DeviceGuard const guard(device);
+  check_launch(launch_add_in_order(each, count, rows, all, stream_of(device)));
 }
 
 }  // namespace
 }  // namespace zpp
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zpp_lab, m) {
-  m.def("square_sums(Tensor[] grads, int[] numels, int rows, Tensor(a!) tops, Tensor(b!) sums, "
-        "Tensor(c!) total) -> ()");
+  m.def("square_sums(Tensor[] grads, int[] numels, int rows, Tensor(a!) tops, Tensor(b!) sums) "
+        "-> ()");
+  m.def("add_in_order(Tensor sums, Tensor(a!) total) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(zpp_lab, CUDA, m) { m.impl("square_sums", TORCH_BOX(&zpp::square_sums)); }
+STABLE_TORCH_LIBRARY_IMPL(zpp_lab, CUDA, m) {
+  m.impl("square_sums", TORCH_BOX(&zpp::square_sums));
+  m.impl("add_in_order", TORCH_BOX(&zpp::add_in_order));
+}

@@ -14,7 +14,8 @@ void reduce(Tensor, Tensor, Tensor) {}
 void again(Tensor, Tensor, int64_t, Maybe, Tensor) {}
 void remembering(std::vector<Tensor>, bool, Tensor, int64_t, Maybe, Tensor, Tensor,
                  std::vector<Tensor>, std::vector<Tensor>) {}
-void squares(std::vector<Tensor>, std::vector<int64_t>, int64_t, Tensor, Tensor, Tensor) {}
+void squares(std::vector<Tensor>, std::vector<int64_t>, int64_t, Tensor, Tensor) {}
+void add(Tensor, Tensor) {}
 void ship(Tensor, Tensor, int64_t, Maybe, Maybe) {}
 
 STABLE_TORCH_LIBRARY(zpp_lab, m) {
@@ -28,8 +29,9 @@ STABLE_TORCH_LIBRARY(zpp_lab, m) {
   m.def("encode_remembering(Tensor[] sources, bool sums, Tensor table, int key, "
         "Tensor? noise_rows, Tensor(a!) out, Tensor settings, Tensor[] before, "
         "Tensor(b!)[] after) -> ()");
-  m.def("square_sums(Tensor[] grads, int[] numels, int rows, Tensor(a!) tops, Tensor(b!) sums, "
-        "Tensor(c!) total) -> ()");
+  m.def("square_sums(Tensor[] grads, int[] numels, int rows, Tensor(a!) tops, Tensor(b!) sums) "
+        "-> ()");
+  m.def("add_in_order(Tensor sums, Tensor(a!) total) -> ()");
   m.def("ship(Tensor(a!) out, Tensor route, int watch, Tensor? held, Tensor(b!)? keep) -> ()");
 }
 
@@ -40,5 +42,6 @@ STABLE_TORCH_LIBRARY_IMPL(zpp_lab, CPU, m) {
   m.impl("decode_sum_encode", TORCH_BOX(&again));
   m.impl("encode_remembering", TORCH_BOX(&remembering));
   m.impl("square_sums", TORCH_BOX(&squares));
+  m.impl("add_in_order", TORCH_BOX(&add));
   m.impl("ship", TORCH_BOX(&ship));
 }

@@ -22,15 +22,15 @@ LENGTHS += [2**18 - 1, 2**18 + 1, 1_048_577]
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
-    """The operator for tensors on the CPU."""
+def host(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Callable[..., None]]:
+    """The operators for tensors on the CPU, by name."""
     load_operators("host_squares", tmp_path_factory.mktemp("host"))
-    return torch.ops.zpp_host.square_sums.default
+    return lambda name: getattr(torch.ops.zpp_host, name).default  # type: ignore[no-any-return]
 
 
 @pytest.fixture
-def by_host(host: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm, "operator", lambda: host)
+def by_host(host: Callable[[str], Callable[..., None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm, "operator", host)
 
 
 def gradients(
@@ -48,9 +48,14 @@ def gradients(
 
 
 def wanted(grads: list[Tensor], lengths: list[int], rows: int) -> Tensor:
-    total = torch.zeros(rows, dtype=torch.float64, device=grads[0].device)
-    for g, numel in zip(grads, lengths, strict=True):
-        total = total + square_norms([padded_rows(g, rows, numel)[None]])[0]
+    every = zip(grads, lengths, strict=True)
+    return torch.cat([square_norms([padded_rows(g, rows, numel)[None]]) for g, numel in every])
+
+
+def added(sums: Tensor) -> Tensor:
+    total = torch.zeros_like(sums[0])
+    for each in sums:
+        total = total + each
     return total
 
 
@@ -73,7 +78,10 @@ def test_many_rows_bits_on_the_host(rows: int, dtype: torch.dtype, by_host: None
     lengths = [33_000, 5, 1, 0, 512, 70_001] + 170 * [7, 40]
     grads = gradients(lengths, rows, dtype=dtype)
     assert len(lengths) * rows > 2 * norm.ROWS
-    same(norm.square_sums(grads, lengths, rows), wanted(grads, lengths, rows))
+    found, total = norm.square_sums(grads, lengths, rows), torch.ones(rows).double()
+    same(found, wanted(grads, lengths, rows))
+    norm.operator("add_in_order")(found, total)
+    same(total, added(found))
 
 
 @with_operators
@@ -81,9 +89,8 @@ def test_many_rows_bits_on_the_host(rows: int, dtype: torch.dtype, by_host: None
 def test_what_is_not_finite_stays_so(bad: float, by_host: None) -> None:
     grads = gradients([40_000, 9], 2)
     grads[0][71] = bad
-    total = norm.square_sums(grads, [40_000, 9], 2)
-    assert not total[0].isfinite()
-    assert total[1].isfinite()
+    found = norm.square_sums(grads, [40_000, 9], 2)
+    assert found.isfinite().tolist() == [[False, True], [True, True]]
 
 
 @with_operators
@@ -98,11 +105,10 @@ def test_what_is_not_finite_stays_so(bad: float, by_host: None) -> None:
         ({"numels": [-1]}, "numels: must be from 0"),
         ({"tops": torch.zeros(7).double()}, "tops: has 7 elements, needs 8"),
         ({"sums": torch.zeros(2)}, "sums: has the wrong dtype"),
-        ({"total": torch.zeros(1).double()}, "total: has 1 elements, needs 2"),
     ],
 )
 def test_what_does_not_fit_is_refused(
-    change: dict[str, Any], problem: str, host: Callable[..., None]
+    change: dict[str, Any], problem: str, host: Callable[[str], Callable[..., None]]
 ) -> None:
     good = {
         "grads": [torch.ones(7)],
@@ -110,12 +116,20 @@ def test_what_does_not_fit_is_refused(
         "rows": 2,
         "tops": torch.zeros(8).double(),
         "sums": torch.zeros(2).double(),
-        "total": torch.zeros(2).double(),
     }
-    host(*good.values())
-    assert good["total"].tolist() == [4.0, 3.0]  # type: ignore[attr-defined]
+    host("square_sums")(*good.values())
+    assert good["sums"].tolist() == [4.0, 3.0]  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match=problem):
-        host(*(good | change).values())
+        host("square_sums")(*(good | change).values())
+
+
+@with_operators
+def test_sums_that_do_not_fit_are_refused(host: Callable[[str], Callable[..., None]]) -> None:
+    sums, total = torch.ones(5, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="sums: need a multiple of 2"):
+        host("add_in_order")(sums, total)
+    with pytest.raises(RuntimeError, match="total: has the wrong dtype"):
+        host("add_in_order")(sums[:4], total.float())
 
 
 def test_a_cpus_gradients_take_plain_torch() -> None:
@@ -133,6 +147,8 @@ def test_the_kernels_bits(rows: int, dtype: torch.dtype) -> None:
     try:
         assert norm.serves(grads, lengths)
         found = norm.square_sums(grads, lengths, rows)
+        total = norm.in_order(found)
     finally:
         backend._state.backend = "auto"
     same(found, wanted(grads, lengths, rows))
+    same(total, added(found))

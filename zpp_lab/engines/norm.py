@@ -4,13 +4,16 @@ Rows are filled up with zeros, so that each is summed by the tree of its padded 
 one length are summed together, which saves launches and changes no bit. On a GPU the kernels of
 cuda/ do it all with the same bits: each element is read once and nothing between is written, and
 the host starts a launch for 160 rows in place of some hundred small operators.
+
+`SquareSums` takes a parameter's sum when its gradient is complete, and adds all at the step's end.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -29,6 +32,36 @@ FOLD_NUMEL = 2**25  # elements squared at once: 256 MiB in fp64
 def squares(grads: Mapping[str, Tensor], plan: Plan, device: torch.device) -> Tensor:
     """Local shards of gradients by name → fp64 scalar on `device`, added in plan order."""
     return _added(grads, 1, plan, device)[0]
+
+
+class SquareSums:
+    """The sums of squares of a rank's gradients in a step, each taken once its gradient is
+    complete. `sums`: fp64 [parameters] of those in `names`, in plan order. One without a gradient
+    adds 0, which changes no bit."""
+
+    def __init__(self, plan: Plan, names: Container[str], device: torch.device) -> None:
+        every = [p for u in plan.units for p in u.unit.parameters if p.name in names]
+        self.places = {p.name: (i, p.shard_numel) for i, p in enumerate(every)}
+        self.sums = torch.zeros(len(every), dtype=torch.float64, device=device)
+        self.known: frozenset[str] = frozenset()  # whose are there
+
+    def start(self) -> None:
+        """Begin a step."""
+        self.known = frozenset()
+        self.sums.zero_()
+
+    def take(self, grads: Mapping[str, Tensor]) -> None:
+        """Take these, neighbours in the plan by one call, on the current stream."""
+        self.known = self.known.union(grads)
+        placed = sorted((*self.places[name], name) for name in grads)
+        for _, run in groupby(enumerate(placed), lambda each: each[1][0] - each[0]):
+            places, numels, names = zip(*(each for _, each in run), strict=True)
+            found = _each([grads[name] for name in names], numels, 1)
+            self.sums[places[0] : places[-1] + 1] = found[:, 0]
+
+    def total(self) -> Tensor:
+        """Add them in plan order: fp64 scalar."""
+        return in_order(self.sums[:, None])[0]
 
 
 def rank_squares(grads: Mapping[str, Tensor], plan: Plan, device: torch.device) -> Tensor:
@@ -63,19 +96,33 @@ def _added(grads: Mapping[str, Tensor], rows: int, plan: Plan, device: torch.dev
     """Gradients that are cut into `rows` shards → fp64 [rows], added in plan order."""
     lengths = {p.name: p.shard_numel for u in plan.units for p in u.unit.parameters}
     names = [name for name in lengths if name in grads]
-    own, numels = [grads[name] for name in names], [lengths[name] for name in names]
-    if serves(own, numels):
-        return square_sums(own, numels, rows).to(device)
-    groups: dict[int, list[str]] = defaultdict(list)
-    for name in names:
-        groups[lengths[name]].append(name)
-    found: dict[str, Tensor] = {}
+    if not names:
+        return torch.zeros(rows, dtype=torch.float64, device=device)
+    return in_order(_each([grads[n] for n in names], [lengths[n] for n in names], rows)).to(device)
+
+
+def _each(grads: Sequence[Tensor], numels: Sequence[int], rows: int) -> Tensor:
+    """Gradients that are cut into `rows` rows of these lengths → fp64 [gradients, rows]."""
+    if serves(grads, numels):
+        return square_sums(grads, numels, rows)
+    groups: dict[int, list[int]] = defaultdict(list)
+    for i, numel in enumerate(numels):
+        groups[numel].append(i)
+    found: dict[int, Tensor] = {}
     for numel, group in groups.items():
-        stacks = _stacks([grads[n] for n in group], rows, numel)
+        stacks = _stacks([grads[i] for i in group], rows, numel)
         found |= dict(zip(group, square_norms(stacks), strict=True))
-    total = torch.zeros(rows, dtype=torch.float64, device=device)
-    for name in names:
-        total = total + found[name].to(device)
+    return torch.stack([found[i] for i in range(len(grads))])
+
+
+def in_order(sums: Tensor) -> Tensor:
+    """Add sums fp64 [gradients, rows] one after the other → [rows]."""
+    total = torch.zeros_like(sums[0])
+    if sums.is_cuda and use_kernels(sums):
+        operator("add_in_order")(sums, total)
+        return total
+    for each in sums:
+        total = total + each
     return total
 
 
@@ -90,23 +137,23 @@ def serves(grads: Sequence[Tensor], numels: Sequence[int]) -> bool:
 
 def square_sums(grads: Sequence[Tensor], numels: Sequence[int], rows: int) -> Tensor:
     """Gradients, all fp32 or all bf16, each cut into `rows` rows of its own of `numels`, zeros past
-    its end → fp64 [rows]: the squares of a row in the tree of `fold_sum`, gradient after gradient,
-    as `numerics.square_norms` has them."""
+    its end → fp64 [gradients, rows]: the squares of a row in the tree of `fold_sum`, as
+    `numerics.square_norms` has them."""
     own = [g if g.is_contiguous() else g.contiguous() for g in grads]
     like: dict[str, Any] = {"dtype": torch.float64, "device": own[0].device}
     tops = torch.empty(_room(tuple(numels), rows), **like)
-    sums, total = torch.empty(len(own) * rows, **like), torch.empty(rows, **like)
-    operator()(own, list(numels), rows, tops, sums, total)
-    return total
+    sums = torch.empty(len(own), rows, **like)
+    operator("square_sums")(own, list(numels), rows, tops, sums)
+    return sums
 
 
 def room_bytes(numels: Sequence[int], rows: int) -> int:
     """What `square_sums` allocates, all of it fp64."""
-    return 8 * (_room(tuple(numels), rows) + len(numels) * rows + rows)
+    return 8 * (_room(tuple(numels), rows) + len(numels) * rows)
 
 
-def operator() -> Any:
-    return torch.ops.zpp_lab.square_sums.default
+def operator(name: str) -> Any:
+    return getattr(torch.ops.zpp_lab, name).default
 
 
 @lru_cache

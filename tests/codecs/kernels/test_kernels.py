@@ -130,7 +130,7 @@ def test_encode_beside_other_work_gives_the_same_bytes(dtype: torch.dtype, hadam
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in kernels.cuda.NAMES if n not in ("adamw", "square_sums")]
+    "name", [n for n in kernels.cuda.NAMES if n not in ("adamw", "square_sums", "add_in_order")]
 )
 def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.zpp_lab, name).default, example_args()[name])

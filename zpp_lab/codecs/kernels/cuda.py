@@ -38,6 +38,7 @@ NAMES = (
     "decode_sum_encode",
     "adamw",
     "square_sums",
+    "add_in_order",
 )
 
 

@@ -137,6 +137,8 @@ class FsdpEngine(Engine):
             device,
             self.far["gradients"],
             self.residence.waits,
+            () if self.residence.offloads else self.wrapped.reduces,
+            self.parts.shared if self.parts is not None else (),
         )
         self.state = EngineState(
             self.wrapped,
@@ -206,7 +208,7 @@ class FsdpEngine(Engine):
         self.enter(step)
         self._start(step)
         gradients = self._gradients(step, batches, watch)
-        own, use = gradients.made
+        own, use, summed = gradients.made
         fell_back = self.wrapped.fallbacks.check(self.config.engine.allow_fallback)
         grads = self.resident.grads()
         if self.parts is not None:
@@ -216,7 +218,7 @@ class FsdpEngine(Engine):
         add_bytes(sent, rolled)
         if watch is None:
             self.graph.note(self.sent.settled)
-        losses, norm = self._totals(own, grads, gradients.odd)
+        losses, norm = self._totals(own, grads, summed, gradients.odd)
         read = self._read(fold_sum(losses.flatten()) / losses.numel(), norm)
         laps.done("norm")
         self._update(step, lr, norm, sent, watch, grads)
@@ -244,7 +246,8 @@ class FsdpEngine(Engine):
 
     def _gradients(self, step: int, batches: Batches, watch: RankWatch | None) -> Launched:
         """Run forward and backward of every micro-step, or take the step that was launched ahead.
-        `made`: this rank's losses, fp64 [micro-steps], and what has been gathered and reduced."""
+        `made`: this rank's losses, fp64 [micro-steps], what has been gathered and reduced, and the
+        names of the gradients whose squares have been summed."""
         if watch is not None:
             self._alone()
             return Launched(step, self._passes(step, self._own(batches), watch))
@@ -263,7 +266,7 @@ class FsdpEngine(Engine):
 
     def _passes(
         self, step: int, batches: Sequence[Batch], watch: RankWatch | None = None
-    ) -> tuple[Tensor, StepUse]:
+    ) -> tuple[Tensor, StepUse, frozenset[str]]:
         """Run them in this very call, on this rank's batches, one a micro-step; returns `made`."""
         self.wrapped.reshard()
         self.resident.start()
@@ -287,7 +290,7 @@ class FsdpEngine(Engine):
             losses[micro] = self._pass(batches[micro], reduces)
             passes.append(self.usage.taken())
         self.clock.observer = None
-        return losses, StepUse(tuple(passes), self._reduced())
+        return losses, StepUse(tuple(passes), self._reduced()), self.resident.end()
 
     def _pass(self, batch: Batch, reduces: bool) -> Tensor:
         """One forward and backward of this rank; the loss."""
@@ -327,11 +330,11 @@ class FsdpEngine(Engine):
         return self.plan.all_used(absent).reduced
 
     def _totals(
-        self, losses: Tensor, grads: dict[str, Tensor], odd: str | None
+        self, losses: Tensor, grads: dict[str, Tensor], summed: frozenset[str], odd: str | None
     ) -> tuple[Tensor, Tensor]:
         """Losses fp64 [micro-steps, W], and the norm: alike on all ranks."""
         tp, mine = self.config.cluster.tp, self.parts.counted(grads) if self.parts else grads
-        own = torch.cat((losses, self.resident.squares(mine).view(1)))
+        own = torch.cat((losses, self.resident.squares(mine, summed).view(1)))
         if odd:
             own.fill_(math.nan)  # so that no rank updates anything
         world = tp * self.cluster.world

@@ -1,8 +1,11 @@
-"""Training state in host memory (engine.place): gradients leave as they land, and each unit is
-updated just before its next forward gathers it.
+"""Gradients from their reduction to their update, and training state in host memory
+(engine.place): gradients leave as they land, and each unit is updated just before its next forward
+gathers it.
 
-Nothing here changes a bit. A gradient's sum of squares is taken on the device in the last
-micro-step, and the norm adds them in the plan's order, so it is known before any weight changes.
+Nothing here changes a bit. Squares of a unit's gradients are summed in the last micro-step, beside
+the backward of the units before it, and the norm adds the sums in the plan's order. So it is known
+before any weight changes, and gradients that have left need not come back for it.
+
 The update has a stream of its own, on which a unit's planes come in, are updated and leave again
 (`CompactAdamW`) while the units before it compute. FSDP2's gathers wait for it, and so does the
 computing stream, which lets go of the gradients only then. Units that a step does not run are
@@ -15,7 +18,7 @@ master and no fp32 gradient exists (`codecs/planes.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -27,7 +30,8 @@ from zpp_lab.collectives.context import Clock
 from zpp_lab.collectives.plan import Plan
 from zpp_lab.engines.fsdp.base import own_rows
 from zpp_lab.engines.fsdp.comm import param_groups
-from zpp_lab.engines.norm import squares
+from zpp_lab.engines.fsdp.gradients import LandedReduce
+from zpp_lab.engines.norm import SquareSums
 from zpp_lab.engines.optim import host
 from zpp_lab.engines.optim.shards import local, sharded_as
 
@@ -37,7 +41,8 @@ Update = Callable[[Iterable[str]], object]
 
 class Resident:
     """Of one rank. `far`: names of parameters whose gradients lie in host memory. `waits`: whether
-    updates wait for the next forward."""
+    updates wait for the next forward. `reduces`: of each module, where gradients stay on the device
+    at first. `changed`: names of parameters whose gradients change after their reduction."""
 
     def __init__(
         self,
@@ -48,11 +53,15 @@ class Resident:
         device: torch.device,
         far: Collection[str],
         waits: bool,
+        reduces: Sequence[LandedReduce],
+        changed: Container[str],
     ) -> None:
-        self.parameters, self.plan, self.clock, self.device = parameters, plan, clock, device
+        self.parameters, self.clock, self.device, self.changed = parameters, clock, device, changed
         self.rooms: dict[str, Tensor] = {}  # where gradients go
         self.there: dict[str, Tensor] = {}  # gradients of this step, in their rooms
-        self.sums: dict[str, Tensor] = {}  # of their squares, fp64, once they are complete
+        trained = {n for n, p in parameters.items() if p.requires_grad}
+        self.sums = SquareSums(plan, trained, device)
+        self.reduced: str | None = None  # the unit whose reduction has begun last
         self.pending: Update | None = None
         self.units = {u.unit.name: [p.name for p in u.unit.parameters] for u in plan.units}
         # by unit, until the computing stream waits for its update: its end, and what it reads
@@ -60,9 +69,10 @@ class Resident:
         on_gpu = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if on_gpu and waits else None
         self.ready: Any = None  # the event after which gradients and norm are there
-        for name in far:
-            if name in parameters and parameters[name].requires_grad:
-                parameters[name].register_post_accumulate_grad_hook(partial(self._take, name))
+        for name in trained.intersection(far):
+            parameters[name].register_post_accumulate_grad_hook(partial(self._take, name))
+        for unit, reduce in zip(modules, reduces, strict=False):
+            reduce.begun = partial(self._begun, unit)
         for unit, module in modules.items() if waits else ():
             for group in param_groups(module):
                 group.unshard = partial(self._unshard, unit, group, group.unshard)
@@ -72,7 +82,21 @@ class Resident:
 
     def start(self) -> None:
         """A step's passes begin: what an earlier one left is given up."""
-        self.there, self.sums = {}, {}
+        self.there, self.reduced = {}, None
+        self.sums.start()
+
+    def _begun(self, unit: str | None) -> None:
+        """A unit's reduction has begun in the last micro-step: sum the squares of the one before,
+        which is complete."""
+        before, self.reduced = self.reduced, unit if self.clock.last else None
+        if before is not None:
+            near = self._near(self.units[before])
+            self.sums.take({n: g for n, g in near.items() if n not in self.changed})
+
+    def end(self) -> frozenset[str]:
+        """All reductions of a step are complete; returns whose squares are summed."""
+        self._begun(None)
+        return self.sums.known
 
     @torch.no_grad()
     def _take(self, name: str, p: nn.Parameter) -> None:
@@ -86,33 +110,30 @@ class Resident:
         room = self.rooms[name]
         if name in self.there:  # as FSDP2 adds up micro-steps
             own = room.to(self.device, non_blocking=True, copy=True).add_(own)
-        if self.clock.last:
-            self.sums[name] = self._squares(name, own)
+        if self.clock.last and name not in self.changed:
+            self.sums.take({name: own})
         room.copy_(own, non_blocking=True)
         self.there[name] = room
         host.vacate(own)
 
-    def _squares(self, name: str, own: Tensor) -> Tensor:
-        return squares({name: own}, self.plan, self.device)
-
     def grads(self) -> dict[str, Tensor]:
         """Return this rank's shards of the mean gradient by name, without padding, wherever they
         lie."""
-        near = {n: local(p.grad) for n, p in self.parameters.items() if p.grad is not None}
-        every = near | self.there
+        every = self._near(self.parameters) | self.there
         return {n: every[n] for n in self.parameters if n in every}
 
-    def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """Return the sum of their squares, fp64, as `norm.squares` adds it up."""
-        if not self.there:
-            return squares(grads, self.plan, self.device)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for name in (p.name for u in self.plan.units for p in u.unit.parameters):
-            if name in grads and name not in self.sums:  # near, or not in the last micro-step
-                self.sums[name] = self._squares(name, grads[name].to(self.device))
-            if name in grads:
-                total = total + self.sums[name]
-        return total
+    def _near(self, names: Iterable[str]) -> dict[str, Tensor]:
+        every = ((n, self.parameters[n]) for n in names if n in self.parameters)
+        return {n: local(p.grad) for n, p in every if p.grad is not None}
+
+    def squares(self, grads: Mapping[str, Tensor], known: Set[str]) -> Tensor:
+        """Return the sum of their squares, fp64, as `norm.squares` adds it up. known: what `end`
+        has returned."""
+        late = {n: g for n, g in grads.items() if n not in known}
+        for name in [n for n in late if n in self.there]:  # not in the last micro-step
+            self.sums.take({name: late.pop(name).to(self.device)})
+        self.sums.take(late)
+        return self.sums.total()
 
     # ------------------------------------------------------------------ updates
 
