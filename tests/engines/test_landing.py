@@ -1,14 +1,23 @@
-"""Where reduced gradients lie, without ranks."""
+"""Reduced gradients: where they lie, and when their squares are summed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.engines import test_branches as branches
+from tests.engines.fsdp_jobs import altered, real
+from tests.engines.fsdp_world import run_world
+from tests.engines.test_branches import Branches, through
+from tests.engines.uneven import batch
 from zpp_lab.engines.fsdp.gradients import Landing
+from zpp_lab.engines.norm import SquareSums, squares
 
 CPU = torch.device("cpu")
 
@@ -131,3 +140,89 @@ def stream_of(tensor: Tensor) -> int:
         if segment["address"] <= at < segment["address"] + segment["total_size"]:
             return int(segment["stream"])
     raise AssertionError("memory that torch's allocator does not know")
+
+
+# ---------------------------------------------------------------------- squares
+
+
+def first_micro_alone(model: Branches, x: Tensor) -> Tensor:
+    """Block 1 runs in every other pass."""
+    model.passes = getattr(model, "passes", 0) + 1
+    return through(model, x, 0, *[1] * (model.passes % 2), 2, 3)
+
+
+# name → case of the parity table, path, frozen blocks
+SUMMED: dict[str, tuple[str, branches.Path, int]] = {
+    "every": ("zeropp_every", branches.every, 0),
+    "last": ("zeropp_last", branches.every, 0),
+    "phases": ("phases_hops", branches.every, 0),
+    "kept": ("kept", branches.every, 0),
+    "kept_split": ("split_kept", branches.every, 0),
+    "frozen": ("zero3_bf16", branches.every, 2),
+    "unused": ("zeropp", branches.unused, 0),
+    "twice": ("zeropp", branches.twice, 0),
+    "mixture": ("zeropp_every", branches.mixture, 0),
+    "first_micro": ("zeropp_every", first_micro_alone, 0),
+    "untouched": ("zero3", branches.every, 0),
+}
+
+
+def summed(nodes: int, names: list[str]) -> dict[str, list[Any]]:
+    """Of each step: whether the sum's bits are those of all gradients in one call, and whose
+    squares only the step's end has summed."""
+    found: dict[str, list[Any]] = {}
+    for name in names:
+        case, path, frozen = SUMMED[name]
+        config = altered(case, nodes, 1, ordered=name != "untouched")
+        engine = real(config, Branches(path, frozen))
+        taken, own = found.setdefault(name, []), engine.resident.squares
+
+        def both(
+            grads: Mapping[str, Tensor],
+            known: frozenset[str],
+            engine: Any = engine,
+            taken: list[Any] = taken,
+            own: Callable[..., Tensor] = own,
+        ) -> Tensor:
+            total = own(grads, known)
+            wanted = squares(grads, engine.plan, engine.device)
+            taken.append([torch.equal(total, wanted), sorted(grads.keys() - known)])
+            return total
+
+        engine.resident.squares = both  # type: ignore[method-assign]
+        for step in range(3):
+            engine.model.step = step
+            engine.step(step, 1e-2, partial(batch, step), telemetry=step == 1)
+    return found
+
+
+def test_squares_are_summed_unit_by_unit() -> None:
+    found = run_world(2, summed, 2, list(SUMMED))
+    for same, late in found.pop("first_micro"):
+        assert same
+        assert {name.rpartition(".")[0] for name in late} >= {"blocks.1.up"}
+        assert all(name.startswith("blocks.1.") for name in late)
+    assert found == {name: [[True, []]] * 3 for name in found}
+
+
+def test_one_rank_sums_at_the_end_what_nothing_reduces() -> None:
+    found = run_world(1, summed, 1, ["untouched"])
+    assert all(same and "embed.weight" in late for same, late in found["untouched"])
+
+
+def test_sums_are_those_of_one_call_whatever_is_taken_together() -> None:
+    lengths = {"a": 70_001, "b": 3, "c": 0, "d": 70_001, "e": 5, "f": 40_000}
+    parameters = [SimpleNamespace(name=n, shard_numel=k) for n, k in lengths.items()]
+    plan: Any = SimpleNamespace(
+        units=[SimpleNamespace(unit=SimpleNamespace(parameters=parameters))]
+    )
+    made = torch.Generator().manual_seed(0)
+    grads = {n: torch.randn(k, generator=made) for n, k in lengths.items() if n != "e"}
+    sums = SquareSums(plan, lengths.keys() - {"c"}, CPU)
+    for calls in (["df", "a", "b", "ab"], ["fa"]):  # some again; a step with fewer gradients
+        sums.start()
+        for together in calls:
+            sums.take({n: grads[n] for n in together})
+        assert sums.known == set("".join(calls))
+        own = {n: grads[n] for n in sums.known}
+        assert torch.equal(sums.total(), squares(own, plan, CPU))
