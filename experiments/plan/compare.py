@@ -15,8 +15,8 @@ import torch.distributed as dist
 from steps import VOCAB, as_dict, keep, measure, start
 
 from zpp_lab.config.compose import compose
-from zpp_lab.tools.plan.planner import Outlook
 from zpp_lab.train.memory.buffers import GIB, Estimate
+from zpp_lab.train.memory.outlook import Outlook
 
 
 def main() -> None:

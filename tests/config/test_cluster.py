@@ -24,8 +24,8 @@ from zpp_lab.engines.build import build_engine, build_plan, check_engine, plan_o
 from zpp_lab.models import build_model
 from zpp_lab.study.run.places import gpus_needed
 from zpp_lab.tools.plan.law import extent
-from zpp_lab.tools.plan.planner import Outlook
 from zpp_lab.train.launch.gpus import place
+from zpp_lab.train.memory.outlook import Outlook
 from zpp_lab.train.speed import step_flops
 
 SHAPES = [(1, 2, 2, 1), (2, 4, 2, 2), (2, 4, 2, 1), (4, 2, 1, 2), (1, 8, 2, 2), (3, 4, 2, 2)]

@@ -14,8 +14,8 @@ from tests.experiments.scripts import ROOT
 from zpp_lab.cli.main import main
 from zpp_lab.config.compose import EXPERIMENTS, bare_model, compose
 from zpp_lab.files import conf_dir
-from zpp_lab.tools.plan.planner import Outlook
 from zpp_lab.train.memory.buffers import GIB
+from zpp_lab.train.memory.outlook import Outlook
 
 HARDWARE = sorted(p.stem for p in (conf_dir() / "hardware").glob("*.yaml"))
 TOKENS = {"pretrain_1b": 2**21, "pretrain_7b": 2**22, "pretrain_13b": 2**22}

@@ -128,7 +128,6 @@ def test_residence_of_the_settings() -> None:
         ),
         (["engine.place={weights: 1}"], "engine.place"),
         (["engine.place=host", "train.masters=split", "cluster.tp=2"], r"cluster\.tp"),
-        (["engine.place=auto"], "engine.place"),
     ],
 )
 def test_what_cannot_be_placed_is_named(words: list[str], named: str) -> None:

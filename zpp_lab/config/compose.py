@@ -66,7 +66,10 @@ _SHAPE = ("dim", "layers", "heads", "kv_heads", "ffn")
 _DETAILS = ("tied_head", "rope_theta", "norm_eps", "qk_norm")
 OWNERS = {  # settings that only this engine or model heeds; of others `Config` itself says so
     "virtual": ("engine", ("lanes",)),
-    "fsdp": ("engine", ("ordered", "prefetch", "offload", "place", "transport")),
+    "fsdp": (
+        "engine",
+        ("ordered", "prefetch", "offload", "place", "gpu_gib", "host_gib", "transport"),
+    ),
     "deepspeed": ("engine", ("emulate_nodes",)),
     "llama": ("model", (*_SHAPE, *_DETAILS)),
 }

@@ -34,6 +34,8 @@ FREE = (
     "engine.threads",
     "engine.graph",
     "engine.place",
+    "engine.gpu_gib",
+    "engine.host_gib",
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.checkpoint_weights_only",

@@ -9,11 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from zpp_lab.config.schema import Config, Plane
+from zpp_lab.config.schema import Config, Plane, TrainConfig
 
 Place = Literal["device", "host"]
 PLANES: tuple[Plane, ...] = get_args(Plane)
 EVERY = 2**31  # more units than a model has
+# the order in which engine.place=auto moves them: the way out of gradients is idle, and moments and
+# low planes come and go once a step
+LEAVING: tuple[Plane, ...] = ("gradients", "moments", "masters")
+
+
+def movable(train: TrainConfig) -> tuple[Plane, ...]:
+    """Return the planes that host memory can have, in the order in which they go there."""
+    if train.masters == "split":
+        return LEAVING
+    return () if train.optimizer_state == "fp32" else LEAVING[:2]
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,11 @@ class Residence:
     @classmethod
     def of(cls, config: Config) -> Residence:
         place, train = config.engine.place, config.train
+        if place == "auto":
+            raise ValueError(
+                "engine.place=auto: `zpp-lab train` and `zpp-lab plan` choose a placement; set "
+                "engine.place to the one that `zpp-lab plan` prints"
+            )
         if config.engine.offload:
             return cls(EVERY, EVERY, EVERY, "host")
         if place == "device":

@@ -59,8 +59,12 @@ class EngineConfig:
     offload: bool = False  # fsdp: master weights and optimizer live in CPU memory
     # fsdp: in which memory training state lies, with the same bits. host: moments, gradients and
     # the low planes of masters of all units; or {plane: units}, the last blocks, then the root.
-    # They pass through the GPU, which updates a unit before its next forward.
-    place: Literal["device", "host"] | dict[Plane, Count] = "device"
+    # They pass through the GPU, which updates a unit before its next forward. auto: as few of
+    # them as a GPU of gpu_gib needs, where a host has host_gib for all of its ranks; by default
+    # those of this machine. A run keeps its first choice.
+    place: Literal["device", "host", "auto"] | dict[Plane, Count] = "device"
+    gpu_gib: AboveZero | None = None
+    host_gib: AboveZero | None = None
     compile: bool = (
         False  # torch.compile of each block's forward; other bits, the same in all engines
     )
@@ -79,6 +83,11 @@ class EngineConfig:
         _need(
             bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device)),
             f"engine.device={self.device!r}: use auto, cpu, cuda or cuda:N",
+        )
+        _need(
+            self.place != "auto" or self.share_gpus is None,
+            f"engine.place=auto plans whole GPUs, not engine.share_gpus={self.share_gpus}: set "
+            "engine.place to a placement, or give each rank a GPU",
         )
 
     @property
@@ -358,6 +367,8 @@ class Config:
             not self.engine.offload and train.optimizer_place == "device",
             f"engine.place={place} and {other} both place training state: leave one of them out",
         )
+        if place == "auto":
+            return
         _need(
             train.masters == "split" or train.optimizer_state != "fp32",
             f"engine.place={place} needs train.masters=split, or train.optimizer_state=bf16 or "

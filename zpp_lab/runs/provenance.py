@@ -105,6 +105,13 @@ def memory_bytes() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
+def gpu_memory() -> int | None:
+    """Return the smallest GPU's memory in bytes, from the driver's tool; None if unknown."""
+    text = output(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
+    sizes = [int(line) for line in (text or "").split() if line.isdigit()]
+    return min(sizes) * 2**20 if sizes else None
+
+
 def oom_kills() -> int:
     """Count this container's processes that the kernel killed for lack of memory so far."""
     lines = dict(line.split() for line in _cgroup("memory.events").splitlines())

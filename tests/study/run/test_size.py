@@ -6,8 +6,8 @@ import pytest
 
 from tests.study.run.test_studies import study_of
 from zpp_lab.config.compose import compose
-from zpp_lab.tools.plan.planner import Outlook
 from zpp_lab.train.memory.buffers import GIB
+from zpp_lab.train.memory.outlook import Outlook
 
 H200 = 139.8  # GiB
 

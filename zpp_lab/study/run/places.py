@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from zpp_lab.config.flat import flat_config
 from zpp_lab.config.schema import Config
-from zpp_lab.runs.provenance import cores, output
+from zpp_lab.runs.provenance import cores, gpu_memory
 from zpp_lab.runs.reader import Run, read_run
 from zpp_lab.study.run.attempts import attempts
 from zpp_lab.study.run.plan import PlannedRun
@@ -204,10 +204,3 @@ def gpus_to_share(configs: Sequence[Config]) -> list[str]:
     if any(config.engine.device not in ("auto", "cuda") for config in configs):
         return []
     return list(visible_gpus(os.environ))
-
-
-def gpu_memory() -> int | None:
-    """Return the smallest GPU's memory in bytes, from the driver's tool; None if unknown."""
-    text = output(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
-    sizes = [int(line) for line in (text or "").split() if line.isdigit()]
-    return min(sizes) * 2**20 if sizes else None

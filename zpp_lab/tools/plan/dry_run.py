@@ -379,8 +379,11 @@ def predicted_seconds(config: Config, machine: str, link_gbps: float | None) -> 
     """
     from zpp_lab.tools.plan.cost.machine import load_machine
     from zpp_lab.tools.plan.cost.step import predict
+    from zpp_lab.train.memory.outlook import expected
 
     figures = load_machine(machine)
+    if config.engine.place == "auto":
+        config = expected(config).config
     if config.engine.name != "virtual":
         each = [(p.steps, predict(p.config, figures, link_gbps).step_s) for p in config.phases]
         return sum(steps * seconds for steps, seconds in each) / config.train.steps

@@ -7,35 +7,30 @@ shown is a real run: engine=fsdp, one GPU a rank, whatever engine the settings n
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
 from zpp_lab.collectives.plan import Plan
 from zpp_lab.config.compose import compose
-from zpp_lab.config.load import load
-from zpp_lab.config.residence import Residence
+from zpp_lab.config.load import written
 from zpp_lab.config.schema import Config, RecipeConfig
 from zpp_lab.config.wires import INTER, INTRA
-from zpp_lab.engines.build import build_plan, vocabulary
+from zpp_lab.engines.build import plan_of
 from zpp_lab.engines.units import is_untouched
 from zpp_lab.files import percents
-from zpp_lab.models import build_model
-from zpp_lab.study.run.places import gpu_memory
+from zpp_lab.runs.provenance import gpu_memory, memory_bytes
 from zpp_lab.tools.plan import law
 from zpp_lab.tools.plan.cost import show as time_shown
 from zpp_lab.tools.plan.cost.machine import load_machine
 from zpp_lab.tools.plan.cost.state import NoBus
+from zpp_lab.train.memory.advice import Advice, advise
 from zpp_lab.train.memory.buffers import GIB, MOMENTS, Estimate, Moment
-from zpp_lab.train.memory.estimate import estimate
+from zpp_lab.train.memory.outlook import DEFAULT_GIB, Outlook, host_part
 
-DEFAULT_GIB = 80.0  # of a device where none is seen
-MOST_RANKS = 4096
 # columns of the table: of a block that computes and is then reduced, the larger moment
 SHOWN: tuple[tuple[Moment, ...], ...] = (
     ("loss",),
@@ -79,52 +74,6 @@ ONE_HOST = (
 )
 
 
-@dataclass(frozen=True)
-class Outlook:
-    """A run's plan and estimate against a device's memory in bytes. Of several phases those of
-    the one that holds most, and each phase's own."""
-
-    config: Config
-    plan: Plan
-    estimate: Estimate
-    device: int
-    phases: tuple[Outlook, ...] = ()
-
-    @classmethod
-    def of(cls, config: Config, device: int) -> Outlook:
-        if config.recipe.phases:
-            phases = tuple(cls.of(phase.config, device) for phase in config.phases)
-            most = max(phases, key=lambda phase: phase.estimate.peak)
-            return replace(most, config=config, phases=phases)
-        vocab = vocabulary(config)
-        plan = build_plan(build_model(config.model, vocab, "meta"), config)
-        return cls(config, plan, estimate(plan, config, vocab), device)
-
-    @property
-    def fits(self) -> bool:
-        return self.estimate.peak <= self.device
-
-    @property
-    def parameters(self) -> int:
-        return sum(p.parts * p.numel for u in self.plan.units for p in u.unit.parameters)
-
-    @cached_property
-    def gap(self) -> law.Prediction | None:
-        """What the recipe's bits will cost; None where it has none, or the law says nothing."""
-        if self.phases or not any(self.plan.quantized_share().values()):
-            return None
-        return law.predicted(self.config, self.plan)
-
-
-@dataclass(frozen=True)
-class Advice:
-    """Overrides that lower the peak, with all advice so far; `instead`: of the last one."""
-
-    overrides: tuple[str, ...]
-    outlook: Outlook
-    instead: bool = False
-
-
 def plan_command(
     overrides: Sequence[str],
     gpu_gib: float | None,
@@ -134,8 +83,9 @@ def plan_command(
 ) -> int:
     """Print the table or JSON. Returns 0 when the run fits, else 1. `machine`: a file or a ready
     one's name, for predicted times at `link_gbps`."""
-    device, assumed = device_memory(gpu_gib)
-    outlook = Outlook.of(compose(list(overrides)), device)
+    config = compose(list(overrides))
+    device, assumed = device_memory(gpu_gib or config.engine.gpu_gib)
+    outlook = Outlook.of(config, device, _host_memory(config, gpu_gib))
     advice = [] if outlook.fits else list(advise(outlook))
     known = load_machine(machine) if machine else None
     speeds = time_shown.links(link_gbps)
@@ -177,126 +127,21 @@ def device_memory(gpu_gib: float | None) -> tuple[int, bool]:
     return int(seen or DEFAULT_GIB * GIB), not seen
 
 
-# ---------------------------------------------------------------------- advice
+def _host_memory(config: Config, gpu_gib: float | None) -> int | None:
+    """Return a rank's part of its host's memory: by engine.host_gib, else with engine.place=auto
+    and this machine's GPUs of this machine; None: unknown."""
+    engine = config.engine
+    if engine.host_gib:
+        return host_part(config, engine.host_gib * GIB)
+    here = engine.place == "auto" and not (gpu_gib or engine.gpu_gib) and gpu_memory()
+    return host_part(config, memory_bytes()) if here else None
 
 
-def advise(outlook: Outlook) -> Iterator[Advice]:
-    """Yield what to change, the cheapest first, each on top of those before it, until the run fits.
-
-    Smaller optimizer states are the first to change what is learnt. In host memory they cost time,
-    and are advised where that is enough. The last two are alternatives: offload costs more time,
-    more ranks cost GPUs.
-    """
-    for overrides in _cheap(outlook.config):
-        try:
-            tried = _with(outlook, overrides)
-        except ValueError:  # a head that takes no loss in chunks: what cannot run is no advice
-            continue
-        if tried.estimate.peak < outlook.estimate.peak:
-            outlook = tried
-            yield Advice(overrides, outlook)
-        if outlook.fits:
-            return
-    config = outlook.config
-    if config.train.optimizer_state != "fp32" and not Residence.of(config).offloads:
-        moved = ("train.optimizer_place=host",)
-        tried = _with(outlook, moved)
-        if tried.fits:
-            yield Advice(moved, tried)
-            return
-    placed = _placed(outlook)
-    if placed is not None:
-        yield placed
-        return
-    offloaded = ("engine.offload=true",)
-    spared = not Residence.of(config).offloads and not config.model.lora.on
-    if spared:
-        yield Advice(offloaded, _with(outlook, offloaded))
-    more = _more_ranks(outlook)
-    if more:
-        yield replace(more, instead=spared)
-
-
-def _cheap(config: Config) -> Iterator[tuple[str, ...]]:
-    if not config.model.checkpoint_activations:
-        yield ("model.checkpoint_activations=true",)
-    if not config.model.loss_chunk:
-        yield ("model.loss_chunk=1024",)
-    batch, micro = config.train.batch_size, config.train.micro_steps
-    while batch % 2 == 0:  # each takes the place of the one before it
-        batch, micro = batch // 2, micro * 2  # as many tokens a step as before
-        yield (f"train.batch_size={batch}", f"train.micro_steps={micro}")
-    yield from _forget(config.recipe)
-    kinds = ("fp32", "bf16", "8bit")
-    for kind in kinds[kinds.index(config.train.optimizer_state) + 1 :]:
-        yield (f"train.optimizer_state={kind}",)
-    if config.train.masters == "fp32":
-        yield ("train.masters=split",)
-
-
-def _forget(recipe: RecipeConfig) -> Iterator[tuple[str, ...]]:
-    """A first hop remembers a row for every rank, all of a model on each; the second one remembers
-    as many times less as a node has ranks. Then in 8 bits."""
-    wires = [recipe.wire(wire).memory for wire in (INTRA, INTER)]
-    if all(memory.on for memory in wires):
-        hops = ("recipe.hops=2",) if not recipe.two_hops else ()
-        yield (*hops, f"recipe.{INTRA}.memory.kind=none")
-    if any(memory.on and memory.store != "8bit" for memory in wires):
-        yield ("recipe.grads.memory.store=8bit",)
-
-
-def _placed(outlook: Outlook) -> Advice | None:
-    """Move as little as suffices to host memory, with the same bits: gradients of some blocks,
-    which leave while the bus is idle, then moments, then the low planes of masters. None where that
-    is not enough, or cannot be."""
-    counts: dict[str, int] = {}
-    units = len(outlook.plan.units)
-
-    def tried(plane: str, count: int) -> Advice | None:
-        listed = ", ".join(f"{name}: {n}" for name, n in {**counts, plane: count}.items())
-        overrides = (f"engine.place={{{listed}}}",)
-        found = _with(outlook, overrides)
-        return Advice(overrides, found) if found.fits else None
-
-    for plane in ("gradients", "moments", "masters"):
-        try:
-            best = tried(plane, units)
-        except ValueError:  # other settings place state, or these masters stay whole
-            return None
-        if best is None:
-            counts[plane] = units
-            continue
-        low, high = 1, units  # the least that fits
-        while low < high:
-            middle = (low + high) // 2
-            less = tried(plane, middle)
-            best, low, high = (less, low, middle) if less else (best, middle + 1, high)
-        return best
-    return None
-
-
-def _more_ranks(outlook: Outlook) -> Advice | None:
-    """Twice the nodes, until it fits."""
-    cluster = outlook.config.cluster
-    while cluster.world < MOST_RANKS:
-        cluster = replace(cluster, nodes=2 * cluster.nodes)
-        overrides = (f"cluster.nodes={cluster.nodes}",)
-        tried = _with(outlook, overrides)
-        if tried.fits:
-            return Advice(overrides, tried)
-    return None
-
-
-def _with(outlook: Outlook, overrides: Sequence[str]) -> Outlook:
-    values = asdict(outlook.config)
-    for override in overrides:
-        name, _, text = override.partition("=")
-        *groups, key = name.split(".")
-        inner = values
-        for group in groups:
-            inner = inner[group]
-        inner[key] = yaml.safe_load(text)
-    return Outlook.of(load(Config, values), outlook.device)
+def gap_of(outlook: Outlook) -> law.Prediction | None:
+    """Return what the recipe's bits will cost; None where it has none, or the law says nothing."""
+    if outlook.phases or not any(outlook.plan.quantized_share().values()):
+        return None
+    return law.predicted(outlook.config, outlook.plan)
 
 
 def two_hops(outlook: Outlook) -> dict[str, int] | None:
@@ -309,10 +154,7 @@ def two_hops(outlook: Outlook) -> dict[str, int] | None:
         return None
     if is_untouched(outlook.plan, config.engine.ordered):
         return None
-    other = build_plan(
-        build_model(config.model, vocabulary(config), "meta"),
-        replace(config, recipe=replace(config.recipe, hops=2)),
-    )
+    other = plan_of(replace(config, recipe=replace(config.recipe, hops=2)))
     one, two = (p.step_bytes()[INTER].inter for p in (outlook.plan, other))
     return {"one_hop": one, "two_hops": two} if two < one else None
 
@@ -322,7 +164,7 @@ def two_hops(outlook: Outlook) -> dict[str, int] | None:
 
 def as_dict(outlook: Outlook, advice: Sequence[Advice]) -> dict[str, Any]:
     """Return everything shown, in bytes."""
-    found = outlook.estimate
+    found, gap = outlook.estimate, gap_of(outlook)
     return {
         "recipe": outlook.config.recipe.name,
         "model": outlook.config.model.preset,
@@ -344,7 +186,7 @@ def as_dict(outlook: Outlook, advice: Sequence[Advice]) -> dict[str, Any]:
             }
             for phase, own in zip(outlook.config.phases, outlook.phases, strict=False)
         ],
-        "gap": asdict(outlook.gap) if outlook.gap else None,  # nats a token
+        "gap": asdict(gap) if gap else None,  # nats a token
         "items": [
             {
                 "name": i.name,
@@ -357,6 +199,9 @@ def as_dict(outlook: Outlook, advice: Sequence[Advice]) -> dict[str, Any]:
         ],
         "gpu": {m: found.at(m) for m in MOMENTS},
         "host": found.host,
+        "host_limit": outlook.host,
+        "place": outlook.config.engine.place,
+        "units_in_host_memory": outlook.placed,
         "peak": found.peak,
         "peak_moment": found.peak_moment,
         "peak_tensors": found.tensors,
@@ -398,8 +243,8 @@ def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
     console.print(_memory_table(outlook.estimate))
     if outlook.phases:
         console.print(NO_LAW)
-    if outlook.gap:
-        console.print(_gap_line(outlook.gap, outlook.config.recipe), highlight=False)
+    if gap := gap_of(outlook):
+        console.print(_gap_line(gap, outlook.config.recipe), highlight=False)
     elif outlook.plan.memories:
         console.print(REMEMBERS)
     saved = two_hops(outlook)
@@ -414,18 +259,34 @@ def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
 
 def _show_verdict(outlook: Outlook, assumed: bool, console: Console) -> None:
     """The answer, before what it follows from."""
-    found, spare = outlook.estimate, outlook.device - outlook.estimate.peak
-    verdict = "does not fit" if spare < 0 else "fits" if spare >= TIGHT else "fits, tightly"
+    found, spare = outlook.estimate, outlook.budget - outlook.estimate.peak
+    tight = spare < TIGHT and not outlook.auto  # which leaves room to the allocator
+    verdict = "does not fit" if not outlook.fits else "fits, tightly" if tight else "fits"
     console.print(
-        f"{verdict}: {_gib(found.peak)} of {_gib(outlook.device)} GiB a GPU at the peak, "
+        f"{verdict}: {_gib(found.peak)} of {_gib(outlook.budget)} GiB a GPU at the peak, "
         f"'{found.peak_moment}'; tensors {_gib(found.tensors)}"
     )
     if assumed:
         console.print(NO_GPU)
-    if 0 <= spare < TIGHT:
+    if spare >= 0 and tight:
         console.print(RESERVED.format(spare=_gib(spare)))
     if found.host:
-        console.print(f"In host memory, each rank: {_gib(found.host)} GiB.")
+        limit = "" if outlook.host is None else f" of {_gib(outlook.host)} that it may pin"
+        console.print(f"In host memory, each rank: {_gib(found.host)} GiB{limit}.")
+    if outlook.auto or outlook.placed:
+        console.print(_place_line(outlook), highlight=False)
+
+
+def _place_line(outlook: Outlook) -> str:
+    """Say which units have what in host memory."""
+    each = [f"{plane} of {count}" for plane, count in outlook.placed.items()]
+    text = f"{', '.join(each)} of {len(outlook.plan.units)} units" if each else "nothing"
+    if "masters" in outlook.placed:
+        text += ", of masters the low planes"
+    place = written(outlook.config.engine.place)
+    chosen = f" The same as engine.place={place}." if outlook.auto else ""
+    assumed = " Host memory is taken to suffice: engine.host_gib limits it."
+    return f"In host memory: {text}.{chosen}{assumed * (outlook.auto and outlook.host is None)}"
 
 
 def _gap_line(gap: law.Prediction, recipe: RecipeConfig) -> str:

@@ -29,7 +29,7 @@ import traceback
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -62,6 +62,7 @@ from zpp_lab.train.launch.place import (
     prepare_graphs,
     see_own_gpus,
 )
+from zpp_lab.train.memory.advice import settled
 from zpp_lab.train.memory.host import KILLED, check_host_memory
 from zpp_lab.train.time_slice import JOB, UNFINISHED
 
@@ -92,11 +93,21 @@ def launch(config: Config, checked: bool = False) -> Record:
 
 def train(config: Config, checked: bool = False) -> Record:
     """Do `launch` in a process that holds the run's folder already, and is no rank."""
+    if not has_ended(config):
+        config = _settled(config)
     if config.engine.ranked:
         return start(config)
     if _on_cpu(config):
         check_host_memory(config)
     return run(config, checked=checked)
+
+
+def _settled(config: Config) -> Config:
+    """Choose a placement, where engine.place=auto leaves it to us, and print it."""
+    config, line = settled(config)
+    if line:
+        print(line, flush=True)
+    return config
 
 
 def job(config: Config) -> Record:
@@ -276,8 +287,8 @@ def join_watched(config: Config) -> Record:
     start_up.done("ranks meet")
     try:
         _check_together(config, rank)
-        with _held_by_rank_0(config, rank):
-            return _run_watched(config, rank, start_up)
+        with _held_by_rank_0(config, rank) as own:
+            return _run_watched(own, rank, start_up)
     except BaseException:
         traceback.print_exc()
         _end_now(1)
@@ -303,27 +314,31 @@ def _check_together(config: Config, rank: int) -> None:
 
 
 @contextmanager
-def _held_by_rank_0(config: Config, rank: int) -> Iterator[None]:
-    """Hold the run's folder on rank 0, if it is this run's. Else every rank says why and ends here.
-    Before the ranks watch each other, as that writes into the folder, which is another run's."""
+def _held_by_rank_0(config: Config, rank: int) -> Iterator[Config]:
+    """Hold the run's folder on rank 0, if it is this run's; yield the settings, with a placement
+    for engine.place=auto. Else every rank says why and ends here. Before the ranks watch each
+    other, as that writes into the folder, which is another run's."""
     with ExitStack() as stack:
-        refused, folder = [""], run_dir(config)
+        answer: list[Any] = ["", config]  # why not, and the settings
+        folder = run_dir(config)
         if rank == 0:
             try:
                 check_same_run(config, folder)
                 if not has_ended(config):
                     wait = min(patience(os.environ), config.engine.timeout_seconds / 2)
                     stack.enter_context(at_work(folder, wait))
+                    answer[1] = _settled(config)
             except ValueError as error:
-                refused = [str(error)]
+                answer[0] = str(error)
             except OSError as error:
-                refused = [f"{error}; set run.dir to a writable folder"]
-        dist.broadcast_object_list(refused)
-        if refused[0]:
-            print(f"rank {rank}: {refused[0]}", file=sys.stderr, flush=True)
+                answer[0] = f"{error}; set run.dir to a writable folder"
+        dist.broadcast_object_list(answer)
+        if answer[0]:
+            print(f"rank {rank}: {answer[0]}", file=sys.stderr, flush=True)
             dist.barrier()  # all have heard it: rank 0's end would cut off the others
             _end_now(USER_ERROR)
-        yield
+        place = answer[1].engine.place
+        yield replace(config, engine=replace(config.engine, place=place))
 
 
 def _run_watched(config: Config, rank: int, start_up: StartUp) -> Record:

@@ -44,8 +44,17 @@ def foresee(config: Config) -> Foreseen:
 
 def memory_need(config: Config) -> Needed | None:
     """Return what a run must have at its peak, in whichever phase, or at least."""
-    each = [_memory_need(phase.config) for phase in config.phases]
+    each = [_memory_need(phase.config) for phase in _placed(config).phases]
     return max((need for need in each if need), key=lambda need: need.nbytes, default=None)
+
+
+def _placed(config: Config) -> Config:
+    """Return the settings with the placement that engine.place=auto may come to mean."""
+    if config.engine.place != "auto":
+        return config
+    from zpp_lab.train.memory.outlook import expected
+
+    return expected(config).config
 
 
 def _memory_need(config: Config) -> Needed | None:
@@ -64,7 +73,7 @@ def host_bytes(config: Config) -> int | None:
     """Return the host memory of each process of a run, without Python, libraries and text; None
     with engine=deepspeed. For engine=virtual twice what is held all the time: tensors and
     activations, or on a GPU the checkpoint on its way."""
-    each = [_host_bytes(phase.config) for phase in config.phases]
+    each = [_host_bytes(phase.config) for phase in _placed(config).phases]
     return max((nbytes for nbytes in each if nbytes is not None), default=None)
 
 

@@ -16,11 +16,13 @@ from zpp_lab.config.compose import compose
 from zpp_lab.config.parser import one_link
 from zpp_lab.config.schema import Config
 from zpp_lab.tools.plan.cost.machine import load_machine
-from zpp_lab.tools.plan.planner import MOST_RANKS, NO_GPU, Outlook, device_memory
+from zpp_lab.tools.plan.planner import NO_GPU, device_memory
 from zpp_lab.tools.plan.search.fastest import NothingFits, Problem, search
 from zpp_lab.tools.plan.search.limits import LossLimit, read_limit
 from zpp_lab.tools.plan.search.shown import WIDTH, as_dict, label, show
+from zpp_lab.train.memory.advice import MOST_RANKS
 from zpp_lab.train.memory.buffers import GIB
+from zpp_lab.train.memory.outlook import Outlook
 
 
 @dataclass(frozen=True)
