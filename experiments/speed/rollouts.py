@@ -87,6 +87,7 @@ def rolled(
             temperature=1.0,
             end=0,
             all_done=done,
+            graphs=policy.graphs,
         )
         torch.cuda.synchronize() if device.type == "cuda" else None
         at.append(time.perf_counter())

@@ -29,7 +29,7 @@ from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.models import build_model
 from zpp_lab.models.generate import generate
 
-VOCAB, END, NEW = 41, 40, 4
+VOCAB, END, NEW = 41, 40, 7
 GATHERS: tuple[Literal["rollout", "token"], ...] = ("rollout", "token")
 S4 = {**Q4, **STOCHASTIC}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -104,7 +104,7 @@ def roll(engine: Any, step: int, gather: str, end: int = END) -> dict[int, list[
         for rank in policy.ranks:
             own = policy.turn(rank)
             for call in range(2):
-                settings = (1, step), NEW, 1.0, end, policy.all_done
+                settings = (1, step), NEW, 1.0, end, policy.all_done, policy.graphs
                 made = generate(own, *prompts(rank, call).values(), *settings)
                 found.setdefault(rank, []).extend((made.tokens, made.lengths, made.logprobs))
     return found

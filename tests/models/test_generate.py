@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from tests.models import hf_cases
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model
-from zpp_lab.models.generate import Completions, generate
+from zpp_lab.models.generate import Completions, Graphs, generate
 from zpp_lab.models.sampling import sample
 from zpp_lab.train.memory.estimate import cached_width
 
@@ -148,6 +149,42 @@ def test_rows_do_not_depend_on_order_or_padding() -> None:
     wide["prompts"] = torch.cat((wide["prompts"], wide["prompts"]), 1)
     for row, length in enumerate(found.lengths):
         assert run(model, wide).tokens[row, :length].equal(found.tokens[row, :length])
+
+
+class Repeats:
+    """In place of `Graphs`, without a GPU: a capture runs nothing."""
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        return run
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", OWN)
+def test_captured_passes_draw_the_same_bits(kind: str) -> None:
+    model, calls, graphs = model_of(**OWN[kind]).cuda(), [], Graphs(torch.device("cuda"))
+    batch = {name: t.cuda() for name, t in rows(list(range(8))).items()}
+
+    def policy(tokens: Tensor, *, cache: Any) -> Tensor:
+        calls.append(tokens.shape)
+        found: Tensor = model(tokens, cache=cache)
+        return found
+
+    for seed in (1, 2):  # the second capture takes the first one's memory
+        key = (seed, 5)
+        first = run(policy, batch, key=key)
+        calls.clear()
+        again = run(policy, batch, key=key, graphs=graphs)
+        assert len(calls) == 3
+        for name in ("tokens", "lengths", "logprobs", "mask"):
+            assert getattr(first, name).equal(getattr(again, name)), name
+
+
+def test_what_a_captured_pass_reads_stays_where_it_is() -> None:
+    graphs: Any = Repeats()
+    first, again = (run(model_of(), rows([0, 3]), graphs=g) for g in (None, graphs))
+    assert first.tokens.equal(again.tokens)
+    assert first.logprobs.equal(again.logprobs)
 
 
 def test_a_row_ends_with_the_end_token() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zpp_lab.models.generate import Cache
+from zpp_lab.config.schema import EngineConfig
+from zpp_lab.models import Llama
+from zpp_lab.models.generate import Cache, Graphs
 
 STALE = (
     "the weights changed during a rollout, so what it generates is of older ones: end `rollout` "
@@ -29,11 +31,18 @@ def eager(compiled: bool) -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
+def captures(model: nn.Module, config: EngineConfig, device: torch.device) -> Graphs | None:
+    """Return what captures an engine's passes of generation, if it may: of the built-in model, as
+    the key-value caches of others grow."""
+    takes = config.graph and device.type == "cuda" and isinstance(model, Llama)
+    return Graphs(device) if takes else None
+
+
 class Policy:
     """The gathered weights of a rollout, called as `policy(tokens, cache=cache)`.
 
         for rank in policy.ranks:
-            generate(policy.turn(rank), ..., all_done=policy.all_done)
+            generate(policy.turn(rank), ..., all_done=policy.all_done, graphs=policy.graphs)
 
     ranks: whose rows this process generates, all of a virtual cluster, one of a real one. Every
     rank makes equally many calls of `generate`.
@@ -45,10 +54,13 @@ class Policy:
         ranks: Sequence[int],
         all_done: Callable[[bool], bool] = bool,
         after: Callable[[], None] = lambda: None,
+        graphs: Graphs | None = None,
     ) -> None:
         """all_done: whether all ranks are done, of whether this one is. after: called behind each
-        pass."""
+        pass. graphs: what may capture passes, which are not counted then, where all weights stay
+        until the end."""
         self.model, self.ranks, self.all_done, self.after = model, tuple(ranks), all_done, after
+        self.graphs = graphs
         self.rank, self.open = self.ranks[0], True
         self.counts: dict[int, list[int]] = {rank: [] for rank in ranks}  # passes of each call
 

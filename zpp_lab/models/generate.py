@@ -4,6 +4,9 @@ Prompts are padded on their right, and each row has a length of its own. Shapes 
 that has ended goes on with tokens that do not count, so engines run the same products whatever
 other ranks do, and nothing is moved together. Cached passes and a training forward are not equal to
 the bit, as products of few rows add in another order than those of many.
+
+On a GPU the host takes longer to start a pass's small kernels than they run. So `Graphs` capture a
+pass, and the draw behind it, in a CUDA graph: the same kernels, hence the same bits.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from torch import Tensor
 from zpp_lab.models.sampling import Key, sample
 
 Policy = Callable[..., Tensor]  # (tokens, cache=cache) → logits [B, vocab] of `cache.last`
+WARM_UP = 2  # passes before a capture: kernels are loaded, tables are made
+PAYS = 4  # passes that make up for a capture, which takes the host as long as one
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,71 @@ class Cache:
         return x[torch.arange(len(x), device=x.device), self.last][:, None]
 
 
+class Graphs:
+    """Captures work in CUDA graphs, one after another in one pool of memory: only the last one
+    captured may be replayed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self.last: Any = None  # a pool lasts as long as one of its graphs
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Return what runs `run` once more, on the current stream. ValueError names the fix where
+        it cannot be captured."""
+        graph = torch.cuda.CUDAGraph()
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            try:
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                finally:
+                    graph.capture_end()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise ValueError(
+                    f"a pass of generation cannot be captured in a CUDA graph ({error}): set "
+                    "engine.graph=false"
+                ) from error
+        self.last = graph
+        return graph.replay
+
+
+class _Rows:
+    """Prompts and what is generated behind them. All of it stays where it is, as captured passes
+    read and write it."""
+
+    def __init__(
+        self, prompts: Tensor, lengths: Tensor, ids: Tensor, samples: Tensor, max_new: int, end: int
+    ) -> None:
+        (batch, width), device = prompts.shape, prompts.device
+        self.ids, self.samples, self.end, self.last = ids, samples, end, width + max_new - 1
+        self.tokens = torch.cat((prompts, prompts.new_full((batch, max_new), end)), 1)
+        self.lengths = lengths.clone()
+        self.logprobs = torch.zeros(batch, max_new, device=device)
+        self.mask = torch.zeros(batch, max_new, dtype=torch.bool, device=device)
+        self.rows = torch.arange(batch, device=device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)  # in the completion
+        self.live = torch.ones(batch, dtype=torch.bool, device=device)
+        # what the next pass reads: the tokens drawn last, their places, and which of them count
+        self.drawn, self.at, self.was = lengths.clone(), lengths.clone(), self.live.clone()
+
+    def draw(self, logits: Tensor, temperature: float, key: Key) -> None:
+        """Draw a token of each row from logits [B, vocab]."""
+        drawn, found = sample(logits, temperature, key, self.position, self.samples, self.ids)
+        self.drawn.copy_(torch.where(self.live, drawn, self.end))
+        places = torch.where(self.live, self.lengths, -1)
+        self.tokens[self.rows, places] = torch.where(self.live, self.drawn, self.tokens[:, -1])
+        self.logprobs.index_copy_(1, self.position, torch.where(self.live, found, 0.0)[:, None])
+        self.mask.index_copy_(1, self.position, self.live[:, None])
+        self.at.copy_(self.lengths.clamp(max=self.last))
+        self.was.copy_(self.live)
+        self.lengths += self.live
+        self.live &= self.drawn != self.end
+        self.position += 1
+
+
 @torch.no_grad()
 def generate(
     model: Policy,
@@ -90,39 +160,38 @@ def generate(
     temperature: float,
     end: int,
     all_done: Callable[[bool], bool],
+    graphs: Graphs | None = None,
 ) -> Completions:
     """Sample a completion of each row, up to `max_new` tokens or the token `end`.
 
     prompts: int64 [B, P], right-padded; lengths: int64 [B]. ids: each row's prompt number, and
     samples: which of its completions the row is, int64 [B]; both key the draws, with `key`, (seed,
     step). temperature: 0 takes the likeliest token. all_done: told whether every row here has
-    ended, says whether those of all ranks have; called before each pass but the first.
+    ended, says whether those of all ranks have; called before each pass but the first. graphs: what
+    captures passes of the built-in model, which then calls `model` for the first three alone.
     """
-    batch, width = prompts.shape
+    width = prompts.shape[1]
     _check(lengths, width, max_new, temperature)
-    tokens = torch.cat((prompts, prompts.new_full((batch, max_new), end)), 1)
-    at, lengths = torch.arange(width, device=prompts.device), lengths.clone()
-    behind = at >= lengths[:, None]
-    tokens[:, :width].masked_fill_(behind, end)
-    logprobs = torch.zeros(batch, max_new, device=prompts.device)
-    mask = torch.zeros(batch, max_new, dtype=torch.bool, device=prompts.device)
-    live, rows = torch.ones_like(mask[:, 0]), torch.arange(batch, device=prompts.device)
+    at = torch.arange(width, device=prompts.device)
+    real = at < lengths[:, None]
+    rows = _Rows(torch.where(real, prompts, end), lengths, ids, samples, max_new, end)
     cache = Cache(width + max_new)
-    cache.enter(at.expand(batch, -1), lengths - 1, ~behind)
-    logits = model(tokens[:, :width], cache=cache)
-    for position in range(max_new):
-        drawn, found = sample(logits, temperature, key, position, samples, ids)
-        drawn = torch.where(live, drawn, end)
-        tokens[rows, torch.where(live, lengths, -1)] = torch.where(live, drawn, tokens[:, -1])
-        logprobs[:, position], mask[:, position] = torch.where(live, found, 0.0), live
-        at = lengths.clamp(max=cache.slots - 1)
-        lengths, was = lengths + live, live
-        live = live & (drawn != end)
-        if position == max_new - 1 or all_done(not bool(live.any())):
+    cache.enter(at.expand(len(prompts), -1), lengths - 1, real)
+    rows.draw(model(rows.tokens[:, :width], cache=cache), temperature, key)
+    none = torch.zeros_like(lengths)
+
+    def go_on() -> None:
+        cache.enter(rows.at[:, None], none, rows.was[:, None])
+        rows.draw(model(rows.drawn[:, None], cache=cache), temperature, key)
+
+    run = go_on
+    for number in range(1, max_new):
+        if all_done(not bool(rows.live.any())):
             break
-        cache.enter(at[:, None], torch.zeros_like(at), was[:, None])
-        logits = model(drawn[:, None], cache=cache)
-    return Completions(tokens, lengths, logprobs, mask)
+        if number == WARM_UP and graphs is not None and max_new - number >= PAYS:
+            run = graphs.capture(go_on)
+        run()
+    return Completions(rows.tokens, rows.lengths, rows.logprobs, rows.mask)
 
 
 def _check(lengths: Tensor, width: int, max_new: int, temperature: float) -> None:

@@ -32,17 +32,27 @@ def sampling_key(key: Key) -> int:
     return int.from_bytes(hashlib.blake2s(data, digest_size=8).digest(), "little")
 
 
-def gumbel(key: Key, entries: int, position: int, samples: Tensor, prompts: Tensor) -> Tensor:
-    """Draw fp64 [B, entries], a row for each sample (int64 [B]) of a prompt (its number, [B])."""
+def gumbel(
+    key: Key, entries: int, position: int | Tensor, samples: Tensor, prompts: Tensor
+) -> Tensor:
+    """Draw fp64 [B, entries], a row for each sample (int64 [B]) of a prompt (its number, [B]).
+    position: in the completion, a number or an int64 tensor [1]."""
     blocks = torch.arange(-(-entries // WORDS), device=samples.device)
-    at = torch.full((), position, dtype=torch.int64, device=samples.device)
+    at = position
+    if not isinstance(at, Tensor):
+        at = torch.full((1,), at, dtype=torch.int64, device=samples.device)
     words = philox((blocks, at, samples[:, None], prompts[:, None]), sampling_key(key))
     bits = torch.stack(words, -1).flatten(1)[:, :entries] >> 8
     return -torch.log(-torch.log((bits.double() + 0.5) * 2.0**-24))
 
 
 def sample(
-    logits: Tensor, temperature: float, key: Key, position: int, samples: Tensor, prompts: Tensor
+    logits: Tensor,
+    temperature: float,
+    key: Key,
+    position: int | Tensor,
+    samples: Tensor,
+    prompts: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Draw a token of each row of logits [B, vocab]; returns tokens, int64 [B], and their
     log-probabilities under softmax(logits / temperature), fp32 [B]. With temperature 0 the largest

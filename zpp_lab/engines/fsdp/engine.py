@@ -47,7 +47,7 @@ from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
 from zpp_lab.engines.optim.build import adamw, set_rate
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.parts import OwnPart, cell_of
-from zpp_lab.engines.rollout import Policy, check_mark, eager
+from zpp_lab.engines.rollout import Policy, captures, check_mark, eager
 from zpp_lab.engines.units import ROOT, far_names, named_units, with_root
 from zpp_lab.engines.watch import gathered_in_vain
 from zpp_lab.models.loss import counted, token_scores
@@ -116,6 +116,7 @@ class FsdpEngine(Engine):
             torch.cuda.synchronize(device)  # the first step would wait for them
         building.done("weights")
         self.usage = Usage(with_root(model, units))
+        self.graphs = captures(model, config.engine, device)
         self.prefetch = Prefetch(self.wrapped.by_name, ROOT, config.engine.prefetch)
         self.vain = InVain(plan.recipe.config.again)
         self.started: set[str] = set()  # units that have run at least once
@@ -427,7 +428,8 @@ class FsdpEngine(Engine):
         marked, before = self._mark(), rollout_traffic(self.wrapped)
         self.clock.step, self.clock.master = step, not wire
         agree = all_agree(self.transport, self.device)
-        policy = Policy(self.model, [self.rank], agree, partial(self._rolled_on, whole))
+        graphs = self.graphs if whole else None
+        policy = Policy(self.model, [self.rank], agree, partial(self._rolled_on, whole), graphs)
         self.model.eval()
         self.usage.start()
         try:

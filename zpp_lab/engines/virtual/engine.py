@@ -35,7 +35,7 @@ from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import BACKWARD, FORWARD, ROLLOUT, TP_RAW, Wire
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
 from zpp_lab.engines.fsdp.prefetch import Usage
-from zpp_lab.engines.rollout import Policy, check_mark, eager
+from zpp_lab.engines.rollout import Policy, captures, check_mark, eager
 from zpp_lab.engines.units import named_units, with_root
 from zpp_lab.engines.virtual.cell import Cell
 from zpp_lab.engines.virtual.passes import Grads, Passes
@@ -73,6 +73,7 @@ class VirtualEngine(Engine):
         self.cell = self.cells[0]
         self.cluster, self.device = self.cell.cluster, self.cell.device
         self.usage = Usage(with_root(model, named_units(model, config.engine.blocks_per_unit)))
+        self.graphs = captures(model, config.engine, self.device)
         self.used: dict[int, PassUse] = {}  # the last step's micro-steps, the same on all ranks
         self.reduced: list[frozenset[str]] = []  # who had a gradient in its reductions
         self.rolled: Bytes = {}  # of rollouts since the last step
@@ -297,7 +298,8 @@ class VirtualEngine(Engine):
             self.cell.gather(step, ROLLOUT, self.cell.weights)
         else:
             self.cell.load_masters()
-        policy = Policy(self.model, range(self.cluster.world))
+        graphs = self.graphs if gather == "rollout" else None
+        policy = Policy(self.model, range(self.cluster.world), graphs=graphs)
         self.model.eval()
         try:
             with eager(self.config.engine.compile), torch.no_grad():

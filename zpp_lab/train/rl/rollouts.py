@@ -93,6 +93,7 @@ def draw(
                 temperature=rl.temperature,
                 end=end,
                 all_done=policy.all_done,
+                graphs=policy.graphs,
             )
             found = (made.tokens, made.lengths, made.logprobs)
             own[rank].append((rows, *(t.cpu().numpy() for t in found)))
