@@ -117,7 +117,10 @@ class Runs:
         done = self.steps(engine, 0, SAVED)
         saved = tree_map(lambda t: t.detach().clone(), engine.state_dict())
         done += self.steps(engine, SAVED, STEPS)
-        left = kept(engine)
+        left, captured = kept(engine), engine.graph.step
+        assert captured is not None
+        reduced = [grad for _, grad in captured.grads if grad is not None]
+        assert len(captured.made[2]) == len(reduced), "squares that the graph does not sum"
         engine.graph.drop()
         again = self.engine(config, "auto")
         again.load_state_dict(saved)

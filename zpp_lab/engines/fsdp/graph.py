@@ -2,8 +2,8 @@
 
 At few tokens a GPU the host takes longer to start a step's kernels than the GPU to run them. Here
 FSDP2's own path, with the recipe's collectives, is captured once and replayed: the same kernels in
-the same order, so no bit depends on it. Norm, clipping and update stay eager; the host starts them
-while the graph runs.
+the same order, so no bit depends on it. Squares of gradients are summed inside it too; norm,
+clipping and update stay eager, and the host starts them while the graph runs.
 
 What a captured step reads that changes from step to step lies on the device: batches, the keys of
 rounding noise (`Words`), the count of the ranks' meetings over peer memory (cuda/peer/ship.cu),
