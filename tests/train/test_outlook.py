@@ -23,7 +23,7 @@ from zpp_lab.train.memory import estimate
 from zpp_lab.train.memory.advice import advise, settled
 from zpp_lab.train.memory.buffers import GIB
 from zpp_lab.train.memory.forecast import host_bytes, memory_need
-from zpp_lab.train.memory.outlook import PINNED, ROOM, Outlook, expected
+from zpp_lab.train.memory.outlook import PINNED, ROOM, Outlook, deepest, expected
 
 LARGE = [
     *("model=13b", "model.vocab_size=32000", "engine=fsdp", "recipe=zero3", "cluster.nodes=1"),
@@ -102,6 +102,16 @@ def test_phases_share_a_placement() -> None:
     assert {str(phase.config.engine.place) for phase in found.phases} == {
         str(found.config.engine.place)
     }
+
+
+def test_the_deepest_model_fits_and_one_layer_more_does_not() -> None:
+    words = ["engine.gpu_gib=40", "engine.host_gib=128"]
+    found = deepest(expected(config("split", *words)))
+    assert found is not None
+    layers = found.config.model.layers
+    assert found.fits
+    assert not expected(config("split", *words, f"model.layers={layers + 1}")).fits
+    assert deepest(replace(found, device=GIB)) is None
 
 
 def test_forecasts_know_what_auto_will_mean() -> None:

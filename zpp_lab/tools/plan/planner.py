@@ -29,7 +29,7 @@ from zpp_lab.tools.plan.cost.machine import load_machine
 from zpp_lab.tools.plan.cost.state import NoBus
 from zpp_lab.train.memory.advice import Advice, advise
 from zpp_lab.train.memory.buffers import GIB, MOMENTS, Estimate, Moment
-from zpp_lab.train.memory.outlook import DEFAULT_GIB, Outlook, host_part
+from zpp_lab.train.memory.outlook import DEFAULT_GIB, Outlook, deepest, host_part
 
 # columns of the table: of a block that computes and is then reduced, the larger moment
 SHOWN: tuple[tuple[Moment, ...], ...] = (
@@ -111,6 +111,9 @@ def plan_command(
             console.print(LAST.format(first=outlook.config.phases[-1].first))
         console.print(time_shown.table(times, known))
         console.print(time_shown.graph_line(timed_as, known, times))
+        pinned = outlook.estimate.host
+        if placed := time_shown.placed_line(timed_as, known, times, pinned):
+            console.print(placed)
         if lacks := time_shown.host_lacks(known):
             console.print(lacks)
         if advised := time_shown.host_advice(timed_as, known, times):
@@ -202,6 +205,7 @@ def as_dict(outlook: Outlook, advice: Sequence[Advice]) -> dict[str, Any]:
         "host_limit": outlook.host,
         "place": outlook.config.engine.place,
         "units_in_host_memory": outlook.placed,
+        "deepest": _depth(outlook),
         "peak": found.peak,
         "peak_moment": found.peak_moment,
         "peak_tensors": found.tensors,
@@ -226,8 +230,7 @@ def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
     for one in advice:
         line = _advice_line(one, one is advice[0], outlook.estimate.host)
         console.print(line, highlight=False)
-    cluster, count = outlook.config.cluster, outlook.parameters
-    size = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
+    cluster, size = outlook.config.cluster, _size(outlook.parameters)
     console.print(
         f"{outlook.config.model.preset} ({size}), recipe "
         f"{outlook.config.recipe.name}, {cluster.nodes} × {cluster.gpus_per_node} GPUs, "
@@ -283,10 +286,30 @@ def _place_line(outlook: Outlook) -> str:
     text = f"{', '.join(each)} of {len(outlook.plan.units)} units" if each else "nothing"
     if "masters" in outlook.placed:
         text += ", of masters the low planes"
-    place = written(outlook.config.engine.place)
-    chosen = f" The same as engine.place={place}." if outlook.auto else ""
-    assumed = " Host memory is taken to suffice: engine.host_gib limits it."
-    return f"In host memory: {text}.{chosen}{assumed * (outlook.auto and outlook.host is None)}"
+    text = f"In host memory: {text}."
+    if not outlook.auto:
+        return text
+    if outlook.fits:
+        text += f" The same as engine.place={written(outlook.config.engine.place)}."
+    if outlook.host is None:
+        text += " Assuming that host memory suffices: engine.host_gib limits it."
+    if depth := _depth(outlook):
+        size = _size(depth["parameters"])
+        text += f" The deepest model of this width that fits has {depth['layers']} layers, {size}."
+    return text
+
+
+def _depth(outlook: Outlook) -> dict[str, int] | None:
+    """Return layers and parameters of the deepest model that engine.place=auto makes fit."""
+    auto = outlook.auto and outlook.config.model.name == "llama"
+    most = deepest(outlook) if auto else None
+    if most is None:
+        return None
+    return {"layers": most.config.model.layers, "parameters": most.parameters}
+
+
+def _size(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
 
 
 def _gap_line(gap: law.Prediction, recipe: RecipeConfig) -> str:

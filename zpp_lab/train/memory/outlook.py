@@ -12,7 +12,7 @@ from typing import Any
 
 from zpp_lab.collectives.plan import Plan
 from zpp_lab.config.load import written
-from zpp_lab.config.residence import Residence, movable
+from zpp_lab.config.residence import LEAVING, Residence, movable
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import plan_of, vocabulary
 from zpp_lab.runs.provenance import gpu_memory
@@ -21,6 +21,7 @@ from zpp_lab.train.memory.estimate import estimate
 
 DEFAULT_GIB = 80.0  # of a GPU where none is seen
 ROOM = 16  # a GPU's part that engine.place=auto leaves to torch's allocator: 5 of 80 GiB
+LAYERS = 1024  # deeper models are not looked for
 PINNED = 0.9  # of a host's memory: 116 of 128 GiB could be pinned
 
 
@@ -74,7 +75,7 @@ class Outlook:
     def placed(self) -> dict[str, int]:
         """How many units have each plane in host memory, by plane."""
         found = Residence.of(self.config).far(len(self.plan.units))
-        return {plane: len(units) for plane, units in found.items() if units}
+        return {plane: len(found[plane]) for plane in LEAVING if found[plane]}
 
 
 def _chosen(config: Config, device: int, host: int | None) -> Outlook:
@@ -100,6 +101,27 @@ def _chosen(config: Config, device: int, host: int | None) -> Outlook:
             else:
                 best, high = less, middle
         counts[plane] = units
+    return best
+
+
+def deepest(outlook: Outlook) -> Outlook | None:
+    """Return the outlook of the built-in decoder of this width with the most layers that fit; None
+    where not one does."""
+    config = outlook.config
+    engine = replace(config.engine, place="auto" if outlook.auto else config.engine.place)
+
+    def at(layers: int) -> Outlook:
+        model = replace(config.model, layers=layers)
+        there = replace(config, model=model, engine=engine)
+        return Outlook.of(there, outlook.device, outlook.host)
+
+    best, low, high = None, 0, 1  # so many fit, and so many do not
+    while high <= LAYERS and (found := at(high)).fits:
+        best, low, high = found, high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = at(middle)
+        best, low, high = (found, middle, high) if found.fits else (best, low, middle)
     return best
 
 

@@ -61,6 +61,29 @@ def table(found: dict[str, StepTime], machine: Machine) -> Table:
     return made
 
 
+def placed_line(
+    config: Config, machine: Machine, found: dict[str, StepTime], pinned: int
+) -> str | None:
+    """Say what state in host memory costs: `pinned` bytes of each rank. None where none passes."""
+    if machine.bus is None or not any(time.bus_s for time in found.values()):
+        return None
+    link, first = next(iter(found.items()))
+    engine, train = replace(config.engine, place="device"), config.train
+    near = replace(config, engine=engine, train=replace(train, optimizer_place="device"))
+    here = predict(near, machine, _gbps(link)).step_s
+    text = f"Pinning {pinned / 2**30:.1f} GiB a rank takes about "
+    text += f"{machine.bus.pin_s_per_gib * pinned / 2**30:.0f} s at the start. "
+    text += f"With all state on the GPU, if it held it, a step would take {1000 * here:.1f} ms"
+    if link != MAX:
+        text += f" at {link}"
+    if first.flush_s:
+        text += (
+            ". After the last step, and before an evaluation or a checkpoint, the update is hidden "
+            f"by no forward: {1000 * first.flush_s:.0f} ms"
+        )
+    return f"{text}."
+
+
 def host_lacks(machine: Machine) -> str | None:
     """Say what is assumed for figures of the host that an older file lacks."""
     if not machine.host.lacks:
