@@ -6,7 +6,7 @@ A unit's parameters are updated in stages, in two streams: one stage comes in wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zpp_lab.codecs.layout import Parameter
@@ -23,7 +23,7 @@ from zpp_lab.train.memory.estimate import HALF, passing_bytes, shard_bytes
 MOMENTS = {"fp32": 16, "bf16": 8, "8bit": 4}  # both, read and written
 MASTER = {"fp32": 12, "split": 10}  # read and written, and its gradient read
 GRADIENT = {"fp32": 4, "split": HALF}  # read once by ours (engines/norm.py) and by torch's
-CLIP = 8  # a gradient in fp32 multiplied; in two planes the update does it
+CLIP = 8  # a gradient multiplied before torch's update; ours does it by itself
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,16 @@ class State:
     def stages(self, units: Sequence[UnitPlan]) -> Iterator[Stage]:
         """Yield the stages in which units are updated."""
         each = MOMENTS[self.kind] + MASTER[self.masters]
-        each += CLIP if self.config.train.clip and self.masters == "fp32" else 0
+        torchs = self.masters == "fp32" and self.kind == "fp32"
+        each += CLIP if self.config.train.clip and torchs else 0
         passing = {p: passing_bytes(p, self.config, self.far) for u in units for p in trained(u)}
         for some in together(passing, lambda p: passing[p][0], STAGE):
             comes, goes = (sum(passing[p][way] for p in some) / self.way for way in (0, 1))
             yield Stage(comes, each * sum(p.shard_numel for p in some) / self.memory, goes)
 
-    def norm(self) -> float:
-        """Return the seconds of the norm's pieces that are left after backward."""
-        near = (p for u in self.plan.units for p in trained(u) if not self._gone(p))
+    def norm(self, units: Iterable[UnitPlan]) -> float:
+        """Return the seconds of the norm's pieces of units, of gradients in GPU memory."""
+        near = (p for u in units for p in trained(u) if not self._gone(p))
         return shard_bytes(near, GRADIENT[self.masters]) / self.memory
 
     def leaving(self, unit: UnitPlan) -> int:

@@ -245,6 +245,8 @@ class _Step:
         self.state = State(plan, config, machine)
         self.updated: list[int] = []  # end of the last update
         self.fresh: dict[str, int] = {}  # units that are updated, where that waits for a forward
+        self.by_unit = False  # whether the norm's pieces follow reductions
+        self.normed: int | None = None  # the last piece
         self.landed: set[str] = set()  # units of which host memory has gradients of this step
         self.times = {
             id(u): self._kernels(block_work(u, config), u.unit.blocks) for u in self.units
@@ -252,6 +254,7 @@ class _Step:
 
     def build(self, own_loop: bool) -> None:
         micros = self.plan.micro_steps
+        self.by_unit = own_loop and self.plan.recipe.cluster.world > 1
         if self.graph:
             self.host = self.line.add("host, graph", "host", "host", LAUNCH)
         if self.plan.recipe.kept:
@@ -340,8 +343,9 @@ class _Step:
     def _update(self, own_loop: bool) -> None:
         host = self.machine.host
         add = self.line.add
-        norm = self.state.norm()
-        normed = add("norm", "compute", "gpu", norm, [self._mark(), *self.reduced[-1:]])
+        norm = self.state.norm(() if self.by_unit else self.plan.units)
+        before = [self._mark(), *self.reduced[-1:], self.normed]
+        normed = add("norm", "compute", "gpu", norm, before)
         self.host = add("host, norm", "host", "host", host.norm_s if own_loop else 0.0)
         blocks = sum(u.unit.blocks for u in self.units)
         self.host = add("host, once a step", "host", "host", host.once_s(blocks))
@@ -427,6 +431,9 @@ class _Step:
         end = self._ship(found, "reduce", "grads", before)
         end = self.line.add("reduce kernels", "reduce: sum", "gpu", found.kernels[-1], [end])
         self.reduced.append(self._leave(unit, leaving, end) if leaving else end)
+        if self.by_unit and self.last:
+            norm = self.state.norm([unit])
+            self.normed = self.line.add("norm", "reduce: sum", "gpu", norm, [end])
 
     def _leave(self, unit: UnitPlan, nbytes: int, end: int) -> int:
         """Add what host memory has of earlier micro-steps, and send the sum there."""
