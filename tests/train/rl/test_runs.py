@@ -103,12 +103,24 @@ ARMS = {
 }
 
 
-def test_both_engines_agree(tmp_path: Path) -> None:
+WORLDS = {
+    "two": (2, (), ARMS),
+    "2x2": (4, ("cluster=2x2", "train.batch_size=2"), ARMS),
+    "3x1": (3, ("cluster.nodes=3", "cluster.gpus_per_node=1", "rl.prompts=6"), ARMS),
+    "1x3": (3, ("cluster.nodes=1", "cluster.gpus_per_node=3", "rl.prompts=6"), ("raw", "w4")),  # one node has no differences
+}
+
+
+@pytest.mark.parametrize(
+    "world", ["two", *(pytest.param(name, marks=pytest.mark.slow) for name in [*WORLDS][1:])]
+)
+def test_both_engines_agree(tmp_path: Path, world: str) -> None:
+    ranks, cluster, arms = WORLDS[world]
     real = ("engine=fsdp", "engine.ordered=true", "engine.device=cpu", "engine.threads=1")
-    there = [small(tmp_path, f"{arm}_fsdp", *ARMS[arm], *real) for arm in ARMS]
-    run_world(2, in_each_rank, *there)
-    for arm, other in zip(ARMS, there, strict=True):
-        config = small(tmp_path, arm, *ARMS[arm])
+    there = [small(tmp_path, f"{arm}_fsdp", *ARMS[arm], *cluster, *real) for arm in arms]
+    run_world(ranks, in_each_rank, *there)
+    for arm, other in zip(arms, there, strict=True):
+        config = small(tmp_path, arm, *ARMS[arm], *cluster)
         run(config)
         assert lines(config) == lines(other), arm
         first, *_, last = lines(config)
