@@ -393,14 +393,16 @@ class Plan:
         return leg_bytes(leg for unit in self.units for leg in unit.rollout_legs(gathers))
 
     def quantized_share(self) -> dict[Wire, float]:
-        """Of a step's bytes on each wire that sends any, the part that codecs made; no sham's."""
+        """Of a step's bytes on each wire that sends any, and of a rollout's, the part that codecs
+        made; no sham's."""
         return quantized_share([(1, self)])
 
-    def made_bytes(self) -> Bytes:
-        """Of `step_bytes` those that codecs made; no sham's."""
+    @property
+    def made(self) -> Plan:
+        """The plan of the bytes that codecs make, and of no others; no sham's."""
         units = tuple(replace(u, bits_only=True) for u in self.units)
         parts = replace(self.parts, bits_only=True) if self.parts else None
-        return replace(self, units=units, parts=parts).step_bytes()
+        return replace(self, units=units, parts=parts)
 
     @cached_property
     def memories(self) -> dict[Key, RowMemory]:
@@ -479,8 +481,10 @@ def quantized_share(phases: Iterable[tuple[int, Plan]]) -> dict[Wire, float]:
     """As a plan's, of so many steps under each."""
     every, made = no_bytes(), no_bytes()
     for steps, plan in phases:
-        add_bytes(every, plan.step_bytes(), steps)
-        add_bytes(made, plan.made_bytes(), steps)
+        for total, one in ((every, plan), (made, plan.made)):
+            add_bytes(total, one.step_bytes(), steps)
+            if plan.rollouts:
+                add_bytes(total, one.rollout_bytes(None), steps)
     return {
         wire: sum(made.get(wire, NOTHING)) / sum(sent) for wire, sent in every.items() if sum(sent)
     }

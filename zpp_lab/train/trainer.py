@@ -20,7 +20,7 @@ import torch
 from torch.utils import deterministic
 
 from zpp_lab.codecs import kernels
-from zpp_lab.collectives.plan import bytes_per_step, quantized_share
+from zpp_lab.collectives.plan import quantized_share
 from zpp_lab.collectives.watchdog import meeting
 from zpp_lab.config.compose import check_same_run, has_ended, run_dir
 from zpp_lab.config.flat import arm_of
@@ -329,6 +329,7 @@ class Trainer:
         config, plan = self.config, engine.plan
         phases = [(phase.steps, engine.plans[phase.first]) for phase in config.phases]
         totals = tracker.bytes
+        sent = sum(sum(traffic.values()) for traffic in totals.values())
         return {
             "outcome": "finished",
             "study": config.run.study,
@@ -344,7 +345,9 @@ class Trainer:
             "bytes": totals,
             "quantized_share": quantized_share(phases) if totals else None,  # by wire, 0 to 1
             # as `bytes`: {} is unknown
-            "bytes_per_step": bytes_per_step(phases) if totals else None,
+            "bytes_per_step": (
+                (sent / self.step if sent % self.step else sent // self.step) if totals else None
+            ),
             "data": {
                 **{"name": config.data.name, "hash": data.hash, "tokens": data.tokens},
                 **data.facts,

@@ -16,6 +16,7 @@ from zpp_lab.config.compose import compose
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.runs.reader import read_metrics, write_study
 from zpp_lab.study.judge.verdict import read_result
+from zpp_lab.study.report.export import run_rows
 from zpp_lab.study.report.figures.curves import run_curves
 from zpp_lab.study.report.report import build_report
 from zpp_lab.study.run.plan import Planner
@@ -46,6 +47,12 @@ def test_a_study_of_rewards_is_judged_in_points(tmp_path: Path) -> None:
     assert not any("train.eval_tokens" in text for text in (*result.notes, result.arms[1].text))
     gaps = {arm.name: len(arm.gaps) for arm in result.arms}
     assert gaps["r4"] == 2
+    for row in run_rows([result], [tmp_path]):  # rollouts count too
+        sent = [row[name] for name in row if name.startswith("bytes_weights_rollout")]
+        assert sum(sent) > 0
+        every = (row[n] for n in row if n.startswith("bytes_") and n.endswith(("intra", "inter")))
+        assert sum(every) == 2 * row["bytes_per_step"]
+        assert (row["quantized_weights_rollout"] > 0.9) == (row["arm"] == "r4")
     report = build_report(tmp_path, study)
     pictures = [p for p in report.figures if p.suffix == ".svg"]
     assert {"gap.svg", "gap_steps.svg", "loss.svg"} <= {p.name for p in pictures}

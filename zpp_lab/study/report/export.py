@@ -85,7 +85,7 @@ def run_rows(results: Sequence[StudyResult], roots: Sequence[Path]) -> list[Row]
     factors = sorted(
         {name for result in results for arm in result.arms for name in arm.arm.factors}
     )
-    wires = wires_among(run.quantized for run in runs)
+    wires = wires_among((run.summary or {}).get("bytes") or run.quantized for run in runs)
     return [
         _run_row(result, arm, seed, run, root, wires)
         | {f"factor.{name}": arm.arm.factors.get(name) for name in factors}
