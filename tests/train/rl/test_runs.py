@@ -103,11 +103,13 @@ ARMS = {
 }
 
 
+ALONE = ("cluster.nodes=3", "cluster.gpus_per_node=1", "rl.prompts=6")
+TOGETHER = ("cluster.nodes=1", "cluster.gpus_per_node=3", "rl.prompts=6")
 WORLDS = {
-    "two": (2, (), ARMS),
-    "2x2": (4, ("cluster=2x2", "train.batch_size=2"), ARMS),
-    "3x1": (3, ("cluster.nodes=3", "cluster.gpus_per_node=1", "rl.prompts=6"), ARMS),
-    "1x3": (3, ("cluster.nodes=1", "cluster.gpus_per_node=3", "rl.prompts=6"), ("raw", "w4")),  # one node has no differences
+    "two": (2, (), (*ARMS,)),
+    "2x2": (4, ("cluster=2x2", "train.batch_size=2"), (*ARMS,)),
+    "3x1": (3, ALONE, (*ARMS,)),
+    "1x3": (3, TOGETHER, ("raw", "w4")),  # one node has no differences
 }
 
 
