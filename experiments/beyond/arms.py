@@ -1,6 +1,6 @@
 """Time steps of models larger than the GPU: ours with placed state, and the peers.
 
-    python experiments/beyond/arms.py OUT.json --arms compute,ours,fsdp2 model=6_7b
+    python experiments/beyond/arms.py --out OUT.json --arms compute,ours,fsdp2 model=6_7b
 
 Each arm is a process of its own, one after another, since host memory holds one of them. Weights
 and tokens are random. What the machine uses of its memory is read five times a second: MemTotal
@@ -53,6 +53,7 @@ ARMS: dict[str, tuple[str, list[str], str | None]] = {
     "compute": ("compute", [], None),
     "ours": ("ours", [*SPLIT, "train.optimizer_state=fp32"], None),
     "ours_8bit": ("ours", [*SPLIT, "train.optimizer_state=8bit"], None),
+    "by_unit": ("ours", [*SPLIT, "train.optimizer_state=8bit", "train.clip_by=unit"], None),
     "fsdp2": ("fsdp2", [], "fsdp2_unpinned"),
     "fsdp2_unpinned": ("fsdp2_unpinned", [], None),
     "deepspeed": ("deepspeed", [], "deepspeed_unpinned"),
@@ -298,10 +299,10 @@ def used_bytes() -> int:
     return 1024 * (total - there)
 
 
-def run_arm(name: str, args: argparse.Namespace, more: Sequence[str]) -> dict[str, Any]:
+def run_arm(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run one arm in a process of its own → what it measured, or why it did not."""
     maker, settings, _ = ARMS[name]
-    overrides = [*BASE, *settings, *more]
+    overrides = [*BASE, *settings, *args.overrides]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -365,7 +366,8 @@ def summary(found: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("overrides", nargs="*", help="of `zpp-lab train`")
+    parser.add_argument("--out", type=Path, default=Path("beyond.json"))
     parser.add_argument("--arms", default="compute")
     parser.add_argument("--logs", type=Path, default=Path("runs/beyond"))
     parser.add_argument("--one", choices=MAKERS)
@@ -375,10 +377,9 @@ def main() -> int:
     parser.add_argument("--host-gib", type=float, default=1e9)
     parser.add_argument("--limit", type=float, default=200, help="seconds of an arm")
     parser.add_argument("--until", type=float, default=1e18, help="unix time of the call's end")
-    args, more = parser.parse_known_args()
-    if args.one:  # `out` is the first override then
-        overrides = [*([str(args.out)] if args.out else []), *more]
-        print(json.dumps(measure(args.one, overrides, args.steps, args.gpu_gib)), flush=True)
+    args = parser.parse_intermixed_args()
+    if args.one:
+        print(json.dumps(measure(args.one, args.overrides, args.steps, args.gpu_gib)), flush=True)
         os._exit(0)  # what is pinned need not be given back piece by piece
     from zpp_lab.runs.provenance import commit, machine_facts
 
@@ -393,7 +394,7 @@ def main() -> int:
                 if time.time() > args.until - 30:
                     found = {"arm": name, "failed": "not begun: the call is over", "wall_s": 0.0}
                 else:
-                    found = run_arm(name, args, more)
+                    found = run_arm(name, args)
                 result["arms"].append(found | {"round": turn})
                 write_atomic(args.out, json.dumps(result, indent=1) + "\n")
                 print(summary(found), flush=True)

@@ -1,6 +1,7 @@
 # Steps of models larger than the GPU, beside DeepSpeed's ZeRO-Offload and FSDP2's CPUOffloadPolicy:
 #   CALL=600 bash experiments/beyond/run.sh OUT [PART...]
 # Parts (6_7b without any), each a call of its own where a machine's time is short: 6_7b 13b largest
+#   largest_by_unit largest_deepspeed
 # One GPU; wheels from ../deepspeed/wheels.sh lie in .whl-ds where DeepSpeed is not installed. Each
 # part writes OUT/PART.json. GPU_GIB: what every arm may allocate there; HOST_GIB: what the machine
 # may have in use before an arm is stopped. STEPS, ROUNDS, LIMIT (seconds of an arm), EXTRA
@@ -33,7 +34,7 @@ fi
 arms() {  # part, arms, overrides
   local name=$1 list=${ARMS:-$2}
   shift 2
-  python3 experiments/beyond/arms.py "$out/$name.json" --arms "$list" --steps "${STEPS:-4}" \
+  python3 experiments/beyond/arms.py --out "$out/$name.json" --arms "$list" --steps "${STEPS:-4}" \
     --rounds "${ROUNDS:-1}" --gpu-gib "${GPU_GIB:-78.5}" --host-gib "${HOST_GIB:-124}" \
     --limit "${LIMIT:-180}" --until "${CALL_END:-$(($(date +%s) + 3600))}" "$@" "${small[@]}" ${EXTRA:-}
 }
@@ -46,6 +47,8 @@ for part in "$@"; do
       arms "$part" compute,ours_8bit,deepspeed_unpinned,fsdp2_unpinned,compute model=13b ;;
     largest)  # 32_5b's width
       arms "$part" compute,ours_8bit model=32_5b "model.layers=${SIZE:-36}" ;;
+    largest_by_unit)
+      arms "$part" compute,by_unit model=32_5b "model.layers=${SIZE:-54}" ;;
     largest_deepspeed)  # 6_7b's width
       arms "$part" deepspeed_unpinned model=6_7b "model.layers=${SIZE:-36}" ;;
     *) echo "no part $part" ;;

@@ -155,6 +155,59 @@ def not_finite(case: str) -> list[str]:
     return said
 
 
+def clipped(case: str, nodes: int, gpus: int, place: Place, clip: float, by: str) -> Config:
+    """A case with one micro-step, clipped by the norm of each unit or of all."""
+    config = placed(case, nodes, gpus, place)
+    train = replace(config.train, micro_steps=1, clip=clip, clip_by=by)  # type: ignore[arg-type]
+    return replace(config, train=train)
+
+
+def by_unit(cases: list[str], nodes: int, gpus: int) -> dict[str, str]:
+    """By case and placement what differs from the virtual engine where clipping bites, and from the
+    norm's rule where it does not; units of which a gradient is left."""
+    start()
+    found: dict[str, str] = {}
+    for case in cases:
+        planes = "split" in case
+        places: list[Place] = ["device", "host", {"moments": 1, "masters": 2 * planes}]
+        for clip, by in ((0.01, "unit"), (1e9, "norm")):
+            engines = [real(clipped(case, nodes, gpus, p, clip, "unit")) for p in places]
+            outcomes = [(*trained(engine), kept(engine)) for engine in engines]
+            left = [n for e in engines for n, p in e.parameters.items() if p.grad is not None]
+            assert left == []
+            if not asked():
+                continue
+            twin = virtual(clipped(case, nodes, gpus, "device", clip, by))
+            wanted = (*trained(twin), kept(twin))
+            for place, outcome in zip(places, outcomes, strict=True):
+                found[f"{case}, {place}, {clip}"] = differs(outcome, wanted)
+    return {name: text for name, text in found.items() if text}
+
+
+def not_finite_by_unit() -> list[str]:
+    """A weight turns NaN before the second step: what the engines say, and that no weight became
+    NaN."""
+    start()
+    said = []
+    for make in (real, virtual) if asked() else (real,):
+        engine: Any = make(clipped("split", 2, 1, "device", 0.01, "unit"))
+        trained(engine, 0, 1)
+        name = "layers.1.up.weight"
+        mine = local(engine.parameters[name]) if make is real else engine.cell.master[name]
+        row, planted = mine.detach()[0].clone(), make is virtual or engine.rank == 0
+        if planted:
+            mine.data[0] = torch.nan
+        try:
+            engine.step(1, 1e-2, partial(batch, 1), telemetry=False)
+            said.append("nothing")
+        except NonFiniteError as error:
+            said.append(str(error))
+        if planted:
+            mine.data[0] = row
+        assert all(bool(t.float().isfinite().all()) for t in kept(engine).values())
+    return said
+
+
 def alone(cases: list[str]) -> dict[str, str]:
     """One rank: FSDP2 gathers and reduces nothing."""
     return every({case: ["host", {"moments": 1, "gradients": 2}] for case in cases}, 1, 1)

@@ -21,9 +21,11 @@ LEAVING: tuple[Plane, ...] = ("gradients", "moments", "masters")
 
 def movable(train: TrainConfig) -> tuple[Plane, ...]:
     """Return the planes that host memory can have, in the order in which they go there."""
+    found: tuple[Plane, ...] = () if train.optimizer_state == "fp32" else LEAVING[:2]
     if train.masters == "split":
-        return LEAVING
-    return () if train.optimizer_state == "fp32" else LEAVING[:2]
+        found = LEAVING
+    # clipped by unit, gradients are not stored
+    return tuple(p for p in found if p != "gradients" or train.clip_by == "norm")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Residence:
     gradients: int = 0
     updates_on: Place = "device"
     waits: bool = False
+    by_unit: bool = False  # updated within backward, so that no gradient stays
 
     @classmethod
     def of(cls, config: Config) -> Residence:
@@ -46,6 +49,13 @@ class Residence:
                 "engine.place=auto: `zpp-lab train` and `zpp-lab plan` choose a placement; set "
                 "engine.place to the one that `zpp-lab plan` prints"
             )
+        if train.clip_by == "unit":
+            every = EVERY if place == "host" or train.optimizer_place == "host" else 0
+            masters = every if train.masters == "split" and place == "host" else 0
+            moments = every
+            if isinstance(place, dict):
+                masters, moments = place.get("masters", 0), place.get("moments", 0)
+            return cls(masters, moments, by_unit=True)
         if config.engine.offload:
             return cls(EVERY, EVERY, EVERY, "host")
         if place == "device":

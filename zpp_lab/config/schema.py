@@ -143,6 +143,9 @@ class TrainConfig:
     eps: NotNegative = 1e-8
     weight_decay: NotNegative = 0.1
     clip: NotNegative = 1.0  # 0 does not clip
+    # unit: each unit's gradient by its own norm, within backward: another rule, which stores no
+    # gradient. A norm that is not finite then stops the run after other units have changed.
+    clip_by: Literal["norm", "unit"] = "norm"
     # split: each in two planes of 16 bits, bf16 and the rest, and gradients in bf16; not quite the
     # same bits (codecs/planes.py)
     masters: Literal["fp32", "split"] = "fp32"
@@ -300,6 +303,7 @@ class Config:
             "fp32; use cluster.tp=1 or train.masters=fp32",
         )
         self._check_place()
+        self._check_clip()
         half = "fp16" in (self.train.param_dtype, self.train.reduce_dtype)
         _need(
             not half or self.engine.name == "deepspeed",
@@ -379,6 +383,37 @@ class Config:
             f"engine.place={place}: masters that the GPU gathers stay there whole; set "
             "train.masters=split, of which the low planes can leave, or leave masters out",
         )
+
+    def _check_clip(self) -> None:
+        train, place = self.train, self.engine.place
+        if train.clip_by == "norm":
+            return
+        far = isinstance(place, dict) and place.get("gradients", 0)
+        for ok, what in (
+            (train.clip > 0, "train.clip=0 clips nothing: set train.clip"),
+            (
+                train.micro_steps == 1,
+                f"train.micro_steps={train.micro_steps}: their sum has to be stored; use "
+                "train.micro_steps=1 and a larger train.batch_size",
+            ),
+            (
+                self.engine.name != "deepspeed",
+                "engine=deepspeed clips by the whole norm: use engine=fsdp or virtual",
+            ),
+            (not self.engine.offload, "engine.offload=true: use engine.place=host"),
+            (not far, f"engine.place={place}: leave gradients out, as none is stored"),
+            (
+                self.cluster.tp == 1,
+                f"cluster.tp={self.cluster.tp}: tensor parts add up gradients after they have "
+                "landed; use cluster.tp=1",
+            ),
+            (
+                not self.recipe.kept,
+                "recipe.sharding.weights=node: node-replicated weights leave after the step; use "
+                "world",
+            ),
+        ):
+            _need(ok, f"train.clip_by=unit does not go with {what}")
 
     def _check_rl(self) -> None:
         rl, train = self.rl, self.train

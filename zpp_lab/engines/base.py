@@ -57,9 +57,10 @@ class Engine(Protocol):
         telemetry: bool,
         ahead: Batches | None = None,
     ) -> StepResult:
-        """One optimizer step; NonFiniteError before any weight or memory has changed. `ahead`: the
-        batches of the next step, if it is a usual one without telemetry and nothing else is likely
-        to be asked for before; an engine may begin it."""
+        """One optimizer step; NonFiniteError before any weight or memory has changed, with
+        train.clip_by=unit after. `ahead`: the batches of the next step, if it is a usual one
+        without telemetry and nothing else is likely to be asked for before; an engine may begin
+        it."""
         ...
 
     def enter(self, done: int) -> None:

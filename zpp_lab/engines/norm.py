@@ -59,6 +59,10 @@ class SquareSums:
             found = _each([grads[name] for name in names], numels, 1)
             self.sums[places[0] : places[-1] + 1] = found[:, 0]
 
+    def of(self, names: Container[str]) -> Tensor:
+        """Return those of these parameters, in plan order: fp64 [parameters]."""
+        return self.sums[[i for name, (i, _) in self.places.items() if name in names]]
+
     def total(self) -> Tensor:
         """Add them in plan order: fp64 scalar."""
         return in_order(self.sums[:, None])[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +105,16 @@ class Watch:
     @property
     def looks(self) -> bool:
         return self.check or self.errors is not None
+
+
+def unit_not_finite(step: int, norms: Mapping[str, Tensor]) -> NonFiniteError:
+    """Return what to raise where units' gradient norms (train.clip_by=unit) are not all finite."""
+    bad = min(unit for unit, norm in norms.items() if not bool(torch.isfinite(norm)))
+    return NonFiniteError(
+        step,
+        f"the gradient norm of unit {bad} is not finite, and train.clip_by=unit has updated other "
+        "units: resume from the last checkpoint; train.clip_by=norm says where it began",
+    )
 
 
 def gathered_in_vain(plan: Plan, passes: Sequence[PassUse]) -> set[tuple[Wire, str]]:

@@ -38,7 +38,7 @@ from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp.graph import Launched, StepGraph, obstacle
 from zpp_lab.engines.fsdp.kept import Kept
 from zpp_lab.engines.fsdp.prefetch import InVain, Laps, Prefetch, Usage
-from zpp_lab.engines.fsdp.resident import Masters, Resident
+from zpp_lab.engines.fsdp.resident import ByUnit, Masters, Resident
 from zpp_lab.engines.fsdp.rollout import all_agree, rolled_bytes, rolling, rollout_traffic
 from zpp_lab.engines.fsdp.sent import Sent
 from zpp_lab.engines.fsdp.state import EngineState
@@ -49,7 +49,7 @@ from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.parts import OwnPart, cell_of
 from zpp_lab.engines.rollout import Policy, captures, check_mark, eager
 from zpp_lab.engines.units import ROOT, far_names, named_units, with_root
-from zpp_lab.engines.watch import gathered_in_vain
+from zpp_lab.engines.watch import gathered_in_vain, unit_not_finite
 from zpp_lab.models.loss import counted, token_scores
 from zpp_lab.models.objective import objective
 from zpp_lab.models.start import Start, fill, materialize
@@ -105,7 +105,7 @@ class FsdpEngine(Engine):
         watchdog = self.transport.watchdog
         self.parts = OwnPart.joined(model, plan, config.cluster, self.wrapped.clock, watchdog)
         # gradients that go to host memory go as soon as they are reduced
-        self.wrapped.under_way.open = not self.residence.gradients
+        self.wrapped.under_way.open = not (self.residence.gradients or self.residence.by_unit)
         building.done("sharding")
         self.root = cast(FSDPModule, model)
         start = self._initialize() if any(p.is_meta for p in model.parameters()) else None
@@ -130,17 +130,7 @@ class FsdpEngine(Engine):
         low = self.masters.low
         self.kept = Kept(self.wrapped.installed, self.parameters, group, low)
         self.optimizer = adamw(self.parameters, config.optimization, config.seed, self.far, low)
-        self.resident = Resident(
-            dict(self.wrapped.by_name),  # type: ignore[arg-type]
-            self.parameters,
-            plan,
-            self.clock,
-            device,
-            self.far["gradients"],
-            self.residence.waits,
-            () if self.residence.offloads else self.wrapped.reduces,
-            self.parts.shared if self.parts is not None else (),
-        )
+        self.resident = self._resident()
         self.state = EngineState(
             self.wrapped,
             self.parameters,
@@ -155,6 +145,17 @@ class FsdpEngine(Engine):
         self.graph = StepGraph(self._passes, self.wrapped, self.transport, *graph)
         self.launched: Launched | None = None  # the next step, if it is under way
         self.built = building.seconds
+
+    def _resident(self) -> Resident:
+        modules: Any = dict(self.wrapped.by_name)
+        where = modules, self.parameters, self.plan, self.clock, self.device
+        if not self.residence.by_unit:
+            reduces = () if self.residence.offloads else self.wrapped.reduces
+            changed = self.parts.shared if self.parts is not None else ()
+            far, waits = self.far["gradients"], self.residence.waits
+            return Resident(*where, far, waits, reduces, changed)
+        how: Any = {"clip": self.config.train.clip, "watched": self.transport.watched}
+        return ByUnit(*where, optimizer=self.optimizer, **how)
 
     def _connect(self) -> Transport:
         wanted = self.config.engine
@@ -208,6 +209,8 @@ class FsdpEngine(Engine):
         laps = self.laps = Laps()
         self.enter(step)
         self._start(step)
+        if isinstance(self.resident, ByUnit):
+            self.resident.enter(step, lr)
         gradients = self._gradients(step, batches, watch)
         own, use, summed = gradients.made
         fell_back = self.wrapped.fallbacks.check(self.config.engine.allow_fallback)
@@ -233,6 +236,8 @@ class FsdpEngine(Engine):
             if self.graph.misfit(gradients.odd):
                 self.rolled = rolled
                 return self.step(step, lr, batches, telemetry, ahead)
+            if isinstance(self.resident, ByUnit):
+                raise unit_not_finite(step, self.resident.norms)
             self._explain(step, batches)
         self.memories.commit(in_place=self.graph.step is not None)
         errors = None
@@ -299,7 +304,7 @@ class FsdpEngine(Engine):
         loss = objective(self.model, self._on_device(batch), self.config.rl)
         self.resident.settle()
         self.laps.done("forward")
-        if self.plan.gradients_wait:
+        if self.plan.gradients_wait or self.residence.by_unit:
             self.usage.taken().check_once()
         self.prefetch.before_backward(self.usage)
         self.started |= set(self.usage.order)
@@ -378,6 +383,8 @@ class FsdpEngine(Engine):
     ) -> None:
         """Clip and update, or change nothing when the norm is not finite; the device decides. Where
         nodes keep weights, each unit's are sent right after its update; `sent` counts them."""
+        if self.residence.by_unit:
+            return  # each unit has been updated
         clip, ok = self.config.train.clip, torch.isfinite(norm)
         factor = clip_factor(norm, clip) if clip else None
         set_rate(self.optimizer, lr)

@@ -391,6 +391,8 @@ def obstacle(device: torch.device, residence: Residence, static: bool) -> str:
         return f"transfers go over {backends}, not NCCL"
     if residence.waits or (residence.gradients and not residence.offloads):
         return "engine.place brings state from host memory"
+    if residence.by_unit:
+        return "train.clip_by=unit updates units within backward"
     if residence.offloads:
         return "engine.offload=true updates on the host"
     if "expandable_segments:True" in os.environ.get(

@@ -11,6 +11,8 @@ The update has a stream of its own, on which a unit's planes come in, are update
 computing stream, which lets go of the gradients only then. Units that a step does not run are
 updated after its first forward. So no backward overwrites a gradient that is still to be used.
 
+`ByUnit` updates a unit as soon as it has been reduced (train.clip_by=unit).
+
 `Masters` are fp32 shards, or (train.masters=split) their high planes. FSDP2 shards, gathers and
 gives gradients to these, in bf16; the low ones lie next to them, sharded alike. In turn no fp32
 master and no fp32 gradient exists (`codecs/planes.py`).
@@ -19,20 +21,24 @@ master and no fp32 gradient exists (`codecs/planes.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zpp_lab.codecs.numerics import clip_factor, total_norm
 from zpp_lab.codecs.planes import joined, split
 from zpp_lab.collectives.context import Clock
 from zpp_lab.collectives.plan import Plan
+from zpp_lab.collectives.transport import all_gather
 from zpp_lab.engines.fsdp.base import own_rows
 from zpp_lab.engines.fsdp.comm import param_groups
 from zpp_lab.engines.fsdp.gradients import LandedReduce
-from zpp_lab.engines.norm import SquareSums
+from zpp_lab.engines.norm import SquareSums, in_order
 from zpp_lab.engines.optim import host
+from zpp_lab.engines.optim.build import AdamW, begin, set_rate
 from zpp_lab.engines.optim.shards import local, sharded_as
 
 # updates the parameters of these names; returns what it reads
@@ -188,6 +194,91 @@ class Resident:
         end, _ = self.under_way.pop(unit, (None, None))
         if end is not None:
             torch.cuda.current_stream(self.device).wait_event(end)
+
+
+# ---------------------------------------------------------------------- unit by unit
+
+
+class ByUnit(Resident):
+    """train.clip_by=unit: each unit's gradient is clipped by its own norm, and the unit is updated,
+    as soon as it has been reduced. No gradient is stored: a step needs room for those of two units.
+
+    Another rule than the norm of the whole gradient, exact by its own definition. Ranks exchange a
+    number a unit within the backward, in the order in which units are reduced, which is the same on
+    all of them. A unit whose norm is not finite keeps its weights, but those that were reduced
+    before it have changed: the step is lost, and a run goes on from its last checkpoint.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        parameters: Mapping[str, nn.Parameter],
+        plan: Plan,
+        clock: Clock,
+        device: torch.device,
+        optimizer: AdamW,
+        clip: float,
+        watched: Callable[[str, torch.device], AbstractContextManager[None]],
+    ) -> None:
+        """`watched`: within it ranks may be waited for."""
+        super().__init__(modules, parameters, plan, clock, device, parameters, False, (), ())
+        self.shards, self.world = plan.recipe.shards, plan.recipe.cluster.world
+        self.optimizer, self.clip, self.watched = optimizer, clip, watched
+        self.unit_of = {name: unit for unit, names in self.units.items() for name in names}
+        self.step, self.now = 0, ""  # the unit whose gradients land
+        self.landed: dict[str, Tensor] = {}  # its gradients
+        self.norms: dict[str, Tensor] = {}  # of this step's units
+
+    def enter(self, step: int, lr: float) -> None:
+        """Step `step` begins, at this learning rate."""
+        self.step = step
+        set_rate(self.optimizer, lr)
+
+    def start(self) -> None:
+        super().start()
+        self.landed, self.norms = {}, {}
+
+    @torch.no_grad()
+    def _take(self, name: str, p: nn.Parameter) -> None:
+        """A reduction has left a gradient; the unit before it is complete. Runs on its stream."""
+        assert p.grad is not None
+        own, p.grad = local(p.grad), None
+        if own.is_cuda:
+            own.record_stream(torch.cuda.current_stream(self.device))
+        if self.unit_of[name] != self.now:
+            self._finish()
+            self.now = self.unit_of[name]
+        self.landed[name] = own
+
+    def end(self) -> frozenset[str]:
+        self._finish()
+        return self.sums.known
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """The gradients that have landed are a unit's: clip and update it."""
+        own, self.landed = self.landed, {}
+        if not own:
+            return
+        assert self.now not in self.norms, "a unit is reduced once a step"
+        self.sums.take(own)
+        sums = in_order(self.sums.of(own)[:, None])
+        every = torch.empty(self.world, dtype=sums.dtype, device=self.device)
+        with self.watched("a unit's gradient norm (world)", self.device):
+            all_gather(every, sums)
+        norm = total_norm(every[: self.shards])
+        if self.shards < self.world:  # others have the same, unless one is not finite
+            norm = norm + 0 * every[self.shards :].sum()
+        self.norms[self.now] = norm
+        factor, ok = clip_factor(norm, self.clip), torch.isfinite(norm)
+        change = begin(self.optimizer, ok, self.step, factor)
+        change({self.parameters[name]: grad for name, grad in own.items()})
+        for grad in own.values():
+            host.vacate(grad)
+
+    def grads(self) -> dict[str, Tensor]:
+        """Return an empty tensor for each parameter that had a gradient: none is there now."""
+        return {n: torch.empty(0) for n in self.parameters if n in self.sums.known}
 
 
 # ---------------------------------------------------------------------- masters

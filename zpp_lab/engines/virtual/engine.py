@@ -39,7 +39,7 @@ from zpp_lab.engines.rollout import Policy, captures, check_mark, eager
 from zpp_lab.engines.units import named_units, with_root
 from zpp_lab.engines.virtual.cell import Cell
 from zpp_lab.engines.virtual.passes import Grads, Passes
-from zpp_lab.engines.watch import Watch, gathered_in_vain
+from zpp_lab.engines.watch import Watch, gathered_in_vain, unit_not_finite
 from zpp_lab.models.cut import PartLlama, cut_dim, merged_state, part_state
 from zpp_lab.models.loss import token_scores
 from zpp_lab.models.objective import objective
@@ -118,11 +118,14 @@ class VirtualEngine(Engine):
         watches = self._watches(errors)
         losses, grads = self._gradients(step, batches, watches)
         norm = total_norm(self._squares(grads))
-        if not bool(torch.isfinite(norm)):
+        by_unit = self.config.train.clip_by == "unit"
+        if not bool(torch.isfinite(norm)) and not by_unit:
             self._explain(step, batches)
         sent = self._sent()
-        every = [grad for own in grads for grad in own.values()]
-        if self.config.train.clip:
+        if by_unit:
+            self._clip_units(step, grads[0])
+        elif self.config.train.clip:
+            every = [grad for own in grads for grad in own.values()]
             torch._foreach_mul_(every, clip_factor(norm, self.config.train.clip))
         for cell, own, watch in zip(self.cells, grads, watches, strict=True):
             cell.memories.commit()
@@ -133,6 +136,17 @@ class VirtualEngine(Engine):
         found = self._telemetry(errors) if errors is not None else None
         self.enter(step + 1)
         return StepResult(float(loss), float(norm), sent, found)
+
+    def _clip_units(self, step: int, grads: Grads) -> None:
+        """Clip each unit's gradients by their own norm."""
+        norms = {}
+        for unit in (each.unit for each in self.plan.units):
+            own = {p.name: grads[p.name] for p in unit.parameters if p.name in grads}
+            if own:
+                norm = norms[unit.name] = total_norm(self.cell.squares(own))
+                torch._foreach_mul_([*own.values()], clip_factor(norm, self.config.train.clip))
+        if not bool(torch.stack([*norms.values()]).isfinite().all()):
+            raise unit_not_finite(step, norms)
 
     def _watches(self, errors: ErrorSums | None = None, check: bool = False) -> list[Watch]:
         """Make what looks at each cell's wires."""

@@ -293,7 +293,7 @@ class _Rank:
         first = min(stage, nbytes)
         # the host frees a stage before it fills the next one: torch counts one at a time
         second = min((STREAMS - 1) * stage, nbytes - first)
-        if self.residence.waits:
+        if self.residence.waits or self.residence.by_unit:
             return [Item("state in transfer", always(first + second), outside=True)]
         return [
             Item("optimizer state, in transfer", moments(update=first)),
@@ -326,6 +326,9 @@ class _Rank:
             root, block = own[id(self.root)], own[id(self.unit)]
             late, end = max(0, every - root - block), every - root
             near = moments(early=self.early * block, late=late, root=end, update=every)
+            if self.residence.by_unit:  # one that is updated, and one that lands
+                both = block + max(block, root)
+                near = moments(early=self.early * block, late=2 * block, root=both)
         units = ([p for p in _trained(u) if p.name in far] for u in self.plan.units)
         leaving = max(shard_bytes(ps, each) for ps in units)
         return [
@@ -399,7 +402,8 @@ class _Rank:
     def _reductions(self) -> dict[Moment, int]:
         """Count the reduction that is encoded, and of the one before it what travels, or also its
         input, not freed yet."""
-        waits = self.plan.recipe.cluster.world == 1 or self.residence.gradients
+        at_once = self.residence.gradients or self.residence.by_unit
+        waits = self.plan.recipe.cluster.world == 1 or at_once
         before = 0 if waits else self.buffers.travelling(self.unit)
         held = self._held(self.unit) + before
         block, root = self._reduction(self.unit), self._reduction(self.root) + before
