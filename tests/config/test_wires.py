@@ -29,12 +29,18 @@ RULED = (
 
 def test_every_wire_has_a_row_and_the_number_that_its_noise_had() -> None:
     assert get_args(Wire) == tuple(WIRES)
-    assert [spec.number for spec in WIRES.values()] == [0, 1, 2, 3, 4, 5, 6, 8, 12]
+    assert [spec.number for spec in WIRES.values()] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 12]
 
 
 def test_wires_with_codecs_have_settings() -> None:
     wanted = {*SHORTS, *(wire for wire, spec in WIRES.items() if spec.codecs != "none")}
-    always = {"weights_rollout", "acts", "acts_forward", "acts_backward"}  # in every phase
+    always = {
+        "weights_rollout",
+        "acts",
+        "acts_forward",
+        "acts_backward",
+        "acts_pipe",
+    }  # in every phase
     for cls, missing in ((RecipeConfig, set()), (PhaseConfig, always)):
         found = {f.name for f in fields(cls) if "CodecConfig" in str(f.type)}
         assert found == wanted - missing
@@ -46,7 +52,7 @@ def test_what_needs_a_property_is_there_with_it() -> None:
         assert bool(spec.needs) == bool(spec.brought_by)
         for setting in spec.brought_by:
             words = [setting, *(["recipe.stage=2"] if "update" in setting else [])]
-            words += ["cluster.tp=2"] if "acts" in setting else []
+            words += [f"cluster.{'pp' if 'pipe' in wire else 'tp'}=2"] if "acts" in setting else []
             assert wire in compose(words).recipe.wires
 
 
@@ -85,6 +91,7 @@ def test_a_wire_more_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
             "weights_rollout",
             "acts_forward",
             "acts_backward",
+            "acts_pipe",
             "tp_raw",
         }
     )

@@ -44,7 +44,7 @@ def configured(shape: tuple[int, int, int], recipe: dict[str, Any], **more: Any)
     nodes, gpus, tp = shape
     values: dict[str, Any] = {
         "recipe": recipe,
-        "cluster": {"nodes": nodes, "gpus_per_node": gpus, "tp": tp},
+        "cluster": {"nodes": nodes, "gpus_per_node": gpus, "tp": tp} | more.pop("cluster", {}),
         "model": MODEL | more.pop("model", {}),
         "data": {"seq_len": LENGTH, "tokenizer": "bytes"},
         "engine": {"device": "cpu"} | more.pop("engine", {}),

@@ -52,13 +52,15 @@ class PartsPlan:
     blocks: int
     shared: int
     micro_steps: int
+    ends: int = 2  # of the embedding and the head, those that are here
+    last: bool = True  # whether the loss is taken here
     bits_only: bool = False  # without what takes as many bytes as it has
 
     @property
     def places(self) -> int:
         """Exchanges of a forward: a gather and a scatter for each of a block's two pieces, the
         embedding's scatter and the head's gather."""
-        return 4 * self.blocks + 2
+        return 4 * self.blocks + self.ends
 
     def traffic(self, each: int) -> Traffic:
         """Return what all ranks send where each gives every other part `each` bytes."""
@@ -69,50 +71,97 @@ class PartsPlan:
         found: list[Leg] = []
         for wire in (ACTS_FORWARD, ACTS_BACKWARD):
             numel = self.tokens * self.dim // self.tp
-            layout = _layout("", numel, self.recipe.acts_codec(wire))
+            layout = acts_layout("", numel, self.recipe.acts_codec(wire))
             traffic = self.traffic(layout.nbytes)
             found.append(Leg(wire, layout, traffic, self.places * self.micro_steps))
-        for numel, times in ((LOSS * self.tokens, self.micro_steps), (self.shared, 1)):
-            layout = _layout("", numel, RawCodec(torch.float32))
+        losses = self.micro_steps if self.last else 0
+        for numel, times in ((LOSS * self.tokens, losses), (self.shared, 1)):
+            layout = acts_layout("", numel, RawCodec(torch.float32))
             found.append(Leg(TP_RAW, layout, self.traffic(FP32 * numel), times))
-        if self.bits_only:
-            plain = RawCodec, ShamCodec
-            return [leg for leg in found if not isinstance(leg.layout.segments[0].codec, plain)]
-        return found
+        return coded(found) if self.bits_only else found
 
 
-def _layout(place: str, numel: int, codec: Codec) -> Layout:
+def acts_layout(place: str, numel: int, codec: Codec) -> Layout:
     return Layout.build([place], [numel], [codec])
 
 
-class Parts:
-    """The exchanges between the tensor parts that read one batch. Lists have a tensor for each
-    part, in order; with a `transport` between processes they have one, of this process's part.
+def coded(legs: Iterable[Leg]) -> list[Leg]:
+    """Keep what a codec makes smaller."""
+    plain = RawCodec, ShamCodec
+    return [leg for leg in legs if not isinstance(leg.layout.segments[0].codec, plain)]
+
+
+class ActsEncoder:
+    """Encodes activations of tensor parts that read one batch, of one where they are whole.
 
     `reader`: the batch's place among those of a micro-step, which all its parts have in common.
     `plain`: activations travel uncompressed, and the ledger counts nothing. `observe`: gives a
     part's observer, which gets the errors of what the part encodes; None without telemetry.
     """
 
-    def __init__(
-        self, plan: PartsPlan, clock: Clock, ledger: Ledger, transport: Transport | None = None
-    ) -> None:
-        self.plan, self.clock, self.ledger, self.transport = plan, clock, ledger, transport
-        self.own = range(plan.tp) if transport is None else (transport.rank,)
+    def __init__(self, recipe: Recipe, tp: int, clock: Clock, ledger: Ledger) -> None:
+        self.recipe, self.tp, self.clock, self.ledger = recipe, tp, clock, ledger
         self.reader, self.plain = 0, False
         self.layouts: dict[tuple[str, int, Codec], Layout] = {}
         self.observe: Callable[[int], EncodeObserver | None] = lambda part: clock.observer
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """While it is open, activations travel uncompressed and the ledger counts nothing."""
+        self.plain = True
+        try:
+            yield
+        finally:
+            self.plain = False
+
+    def layout(self, wire: Wire, place: str, numel: int, dtype: torch.dtype) -> Layout:
+        codec = RawCodec(dtype) if self.plain else self.recipe.acts_codec(wire)
+        key = place, numel, codec
+        if key not in self.layouts:
+            self.layouts[key] = acts_layout(*key)
+        return self.layouts[key]
+
+    def encode(
+        self, layout: Layout, x: Tensor, wire: Wire, part: int, rows: tuple[int, ...], room: Tensor
+    ) -> None:
+        clock, rank = self.clock, self.reader * self.tp + part
+        noise = None
+        if layout.stochastic:
+            key = noise_key(clock.seed, clock.step, clock.micro, wire)
+            noise = Noise(key, (rank,) * len(rows), rows)
+        observer = None if self.plain else self.observe(part)
+        errors = observer.room(wire, layout, room) if observer is not None else None
+        kernels.encode(layout, [x.detach()], noise, room, errors)
+        if observer is not None:
+            observer.encoded(wire, layout, errors)
+
+
+class Parts(ActsEncoder):
+    """The exchanges between the tensor parts that read one batch. Lists have a tensor for each
+    part, in order; with a `transport` between processes they have one, of this process's part."""
+
+    def __init__(
+        self, plan: PartsPlan, clock: Clock, ledger: Ledger, transport: Transport | None = None
+    ) -> None:
+        super().__init__(plan.recipe, plan.tp, clock, ledger)
+        self.plan, self.transport = plan, transport
+        self.own = range(plan.tp) if transport is None else (transport.rank,)
+
+    def follow(self, plan: PartsPlan | None) -> None:
+        """Take the plan of another phase."""
+        assert plan is not None
+        self.plan, self.recipe = plan, plan.recipe
+
     def gather(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
         """Slices [n, dim] of these parts → all tokens [tp · n, dim], for each of them."""
-        tp, layout = self.plan.tp, self._layout(wire, place, xs[0].numel(), xs[0].dtype)
+        tp, layout = self.plan.tp, self.layout(wire, place, xs[0].numel(), xs[0].dtype)
         payload = xs[0].new_empty(tp, layout.nbytes, dtype=torch.uint8)
         leg = None
         if self.transport is not None:
             leg = self.transport.gathering(payload, "world", f"{wire} of {place} (tensor parts)")
         for part, x in zip(self.own, xs, strict=True):
             room = payload[part : part + 1] if leg is None else leg.room
-            self._encode(layout, x, wire, part, (part,), room)
+            self.encode(layout, x, wire, part, (part,), room)
         self._count(wire, leg.send() if leg else None, layout.nbytes)
         outs = [x.new_empty(tp * x.shape[0], *x.shape[1:]) for x in xs]
         kernels.decode(layout, payload, outs[:1])
@@ -123,14 +172,14 @@ class Parts:
     def scatter(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
         """Terms [tp · n, dim] of these parts → each one's slice [n, dim] of the sum over all."""
         tp, rows = self.plan.tp, xs[0].shape[0] // self.plan.tp
-        layout = self._layout(wire, place, xs[0].numel() // tp, xs[0].dtype)
+        layout = self.layout(wire, place, xs[0].numel() // tp, xs[0].dtype)
         payloads = xs[0].new_empty(tp, len(self.own), layout.nbytes, dtype=torch.uint8)
         leg = None
         if self.transport is not None:
             leg = self.transport.exchanging(payloads, "world", f"{wire} of {place} (tensor parts)")
         for part, x in zip(self.own, xs, strict=True):
             room = payloads[part] if leg is None else leg.room
-            self._encode(layout, x, wire, part, tuple(range(tp)), room)
+            self.encode(layout, x, wire, part, tuple(range(tp)), room)
         self._count(wire, leg.send() if leg else None, layout.nbytes)
         outs = []
         for i, x in enumerate(xs):
@@ -165,36 +214,6 @@ class Parts:
         for one in own:
             total += one
         return total
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """While it is open, activations travel uncompressed and the ledger counts nothing."""
-        self.plain = True
-        try:
-            yield
-        finally:
-            self.plain = False
-
-    def _layout(self, wire: Wire, place: str, numel: int, dtype: torch.dtype) -> Layout:
-        codec = RawCodec(dtype) if self.plain else self.plan.recipe.acts_codec(wire)
-        key = place, numel, codec
-        if key not in self.layouts:
-            self.layouts[key] = _layout(*key)
-        return self.layouts[key]
-
-    def _encode(
-        self, layout: Layout, x: Tensor, wire: Wire, part: int, rows: tuple[int, ...], room: Tensor
-    ) -> None:
-        clock, rank = self.clock, self.reader * self.plan.tp + part
-        noise = None
-        if layout.stochastic:
-            key = noise_key(clock.seed, clock.step, clock.micro, wire)
-            noise = Noise(key, (rank,) * len(rows), rows)
-        observer = None if self.plain else self.observe(part)
-        errors = observer.room(wire, layout, room) if observer is not None else None
-        kernels.encode(layout, [x.detach()], noise, room, errors)
-        if observer is not None:
-            observer.encoded(wire, layout, errors)
 
     def _count(self, wire: Wire, sent: Traffic | None, each: int) -> None:
         if self.plain:

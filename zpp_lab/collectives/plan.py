@@ -32,6 +32,7 @@ from zpp_lab.codecs.kernels.memory import between
 from zpp_lab.codecs.layout import Layout, Parameter
 from zpp_lab.collectives.acts import PartsPlan
 from zpp_lab.collectives.context import Key, RowMemory
+from zpp_lab.collectives.pipe import PipePlan
 from zpp_lab.collectives.recipe import Recipe, check_patterns
 from zpp_lab.collectives.traffic import (
     NOTHING,
@@ -59,6 +60,7 @@ class Unit:
     reshard: bool = True
     stored: frozenset[str] = frozenset()  # a frozen base, kept and sent as one payload for good
     blocks: int = 1  # of the model, that it holds; the root none
+    stage: int = 0  # whose ranks have it
 
 
 @dataclass(frozen=True)
@@ -288,6 +290,7 @@ class Plan:
     accumulate_last: bool = False
     rollouts: bool = False  # whether weights are gathered for generation too
     parts: PartsPlan | None = None  # with tensor parts: units are those of each one's cell
+    pipe: PipePlan | None = None  # with several stages: units are those of all of them
 
     @classmethod
     def build(
@@ -300,6 +303,7 @@ class Plan:
         gather: str = "auto",
         rollouts: bool = False,
         parts: PartsPlan | None = None,
+        pipe: PipePlan | None = None,
     ) -> Plan:
         """ValueError where this model would get less than the recipe asks for: a pattern or a rule
         that matches none of its parameters, a wire that asks for bits and carries none."""
@@ -314,6 +318,7 @@ class Plan:
             last,
             rollouts,
             parts,
+            pipe,
         )
         plan._check()
         return plan
@@ -339,12 +344,30 @@ class Plan:
             units.append(replace(u, unit=replace(u.unit, parameters=tuple(own))))
         return replace(self, units=tuple(units), parts=None)
 
+    def stage(self, number: int) -> Plan:
+        """Return the plan of one stage's ranks, without what stages send each other."""
+        if self.pipe is None:
+            return self
+        units, parts = tuple(u for u in self.units if u.unit.stage == number), self.parts
+        if parts is not None:
+            every = [p for u in units for p in u.unit.parameters]
+            last = number == self.pipe.ranks - 1
+            parts = replace(
+                parts,
+                blocks=sum(u.unit.blocks for u in units),
+                shared=sum(p.shard_numel for p in every if p.parts == 1),
+                ends=int(number == 0) + int(last),
+                last=last,
+            )
+        return replace(self, units=units, parts=parts, pipe=None)
+
     def under(self, recipe: Recipe) -> Plan:
         """The same units under the recipe of another phase: as cut, and with as many micro-steps.
         ValueError as of `build`, and where nodes would have to remember other parameters."""
         units = tuple(replace(unit, recipe=recipe) for unit in self.units)
         parts = replace(self.parts, recipe=recipe) if self.parts else None
-        plan = replace(self, units=units, recipe=recipe, parts=parts)
+        pipe = replace(self.pipe, recipe=recipe) if self.pipe else None
+        plan = replace(self, units=units, recipe=recipe, parts=parts, pipe=pipe)
         plan._check()
         if [u.remembered for u in units] != [u.remembered for u in self.units]:
             raise ValueError(
@@ -372,19 +395,26 @@ class Plan:
     def all_used(self, absent: frozenset[str] = frozenset()) -> StepUse:
         """Every unit once a micro-step, every trainable parameter but `absent` with a gradient."""
         once = dict.fromkeys((u.unit.name for u in self.units), 1)
-        reduced = {u.unit.name: (u.unit.trainable - absent,) * self.reductions for u in self.units}
-        return StepUse((PassUse(once, once),) * self.micro_steps, reduced)
+        reduced: dict[str, frozenset[str]] = {}
+        for unit in (u.unit for u in self.units):  # several stages may have a root each
+            reduced[unit.name] = reduced.get(unit.name, frozenset()) | unit.trainable - absent
+        times = {name: (present,) * self.reductions for name, present in reduced.items()}
+        return StepUse((PassUse(once, once),) * self.micro_steps, times)
 
     def step_bytes(self, use: StepUse | None = None) -> Bytes:
         """Bytes that all ranks together send in one step, in closed form; of a step that uses all
         there is, unless `use` says otherwise."""
         use = use or self.all_used()
         sent = leg_bytes(leg for unit in self.units for leg in unit.legs(use))
-        if self.parts is None:
+        if self.parts is None and self.pipe is None:
             return sent
-        every = leg_bytes(self.parts.legs())
-        add_bytes(every, sent, self.parts.tp)
+        every = leg_bytes(self.acts_legs())
+        add_bytes(every, sent, self.parts.tp if self.parts else 1)
         return every
+
+    def acts_legs(self) -> list[Leg]:
+        """Return what tensor parts and stages exchange in a step."""
+        return [leg for plan in (self.parts, self.pipe) if plan for leg in plan.legs()]
 
     def rollout_bytes(self, passes: int | None) -> Bytes:
         """Bytes that all ranks together send for generation: with each unit gathered once (None),
@@ -402,7 +432,8 @@ class Plan:
         """The plan of the bytes that codecs make, and of no others; no sham's."""
         units = tuple(replace(u, bits_only=True) for u in self.units)
         parts = replace(self.parts, bits_only=True) if self.parts else None
-        return replace(self, units=units, parts=parts)
+        pipe = replace(self.pipe, bits_only=True) if self.pipe else None
+        return replace(self, units=units, parts=parts, pipe=pipe)
 
     @cached_property
     def memories(self) -> dict[Key, RowMemory]:
@@ -424,10 +455,10 @@ def _check_bits(plan: Plan) -> None:
     """ValueError for a wire of this plan that asks for bits, and on which nothing travels in any.
     A frozen base has its own codec, whatever the recipe."""
     recipe, units = plan.recipe, plan.units
-    if recipe.config.acting and plan.parts is None:
+    if (recipe.config.acting or recipe.config.piping) and plan.parts is plan.pipe is None:
         raise ValueError(
             f"recipe {recipe.config.name}: recipe.acts has no wire, as this model has no tensor "
-            "parts: leave recipe.acts out, or train with zpp-lab train and cluster.tp"
+            "parts and no stages: leave recipe.acts out, or train with zpp-lab train and cluster.tp"
         )
     if recipe.cluster.world == 1:
         return  # which `Recipe` has looked at

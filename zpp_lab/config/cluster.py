@@ -49,7 +49,7 @@ class ClusterConfig:
         if self.tp == self.pp == 1:
             return self
         local = self.gpus_per_node // self.tp
-        if self._across:
+        if self.across:
             return ClusterConfig(self.nodes // self.pp, local)
         return ClusterConfig(self.nodes, local // self.pp)
 
@@ -65,15 +65,25 @@ class ClusterConfig:
         return {k: v for k, v in own.items() if k in ("nodes", "gpus_per_node") or v != 1}
 
     @property
-    def _across(self) -> bool:
+    def split(self) -> str:
+        """The settings that give a rank a part of the model alone; "" where each has all of it."""
+        own = {"tp": self.tp, "pp": self.pp}
+        return ", ".join(f"cluster.{name}={n}" for name, n in own.items() if n > 1)
+
+    @property
+    def across(self) -> bool:
         """Whether stages are whole nodes."""
         return self.nodes % self.pp == 0
+
+    def stage(self, number: int) -> list[int]:
+        """Return the ranks of a stage, in ascending order: of its cells in turn, rank by rank."""
+        return [rank for rank in range(self.world) if self.place(rank)["pp"] == number]
 
     @property
     def _axes(self) -> dict[Axis, int]:
         """Sizes of the axes, the fastest last; a node's ranks always follow each other."""
         nodes, local = self.dp.nodes, self.dp.gpus_per_node
-        if self._across:
+        if self.across:
             return {"pp": self.pp, "node": nodes, "gpu": local, "tp": self.tp}
         return {"node": nodes, "pp": self.pp, "gpu": local, "tp": self.tp}
 

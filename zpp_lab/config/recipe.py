@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from zpp_lab.config.codec import STRICT as _STRICT
 from zpp_lab.config.codec import CodecConfig, ExemptConfig
 from zpp_lab.config.codec import need as _need
-from zpp_lab.config.wires import ACTS_BACKWARD, ACTS_FORWARD, ROLLOUT, WIRES, Wire
+from zpp_lab.config.wires import ACTS_BACKWARD, ACTS_FORWARD, ACTS_PIPE, ROLLOUT, WIRES, Wire
 
 Part = Literal["none", "node", "world"]
 Parts = tuple[Part, Part, Part]  # of weights, gradients, optimizer
@@ -129,6 +129,7 @@ class RecipeConfig:
     weights_update: CodecConfig = field(default_factory=CodecConfig)
     acts_forward: CodecConfig = field(default_factory=CodecConfig)
     acts_backward: CodecConfig = field(default_factory=CodecConfig)
+    acts_pipe: CodecConfig = field(default_factory=CodecConfig)
     weights_rollout: CodecConfig = field(default_factory=CodecConfig)  # in every phase
     exempt: ExemptConfig = field(default_factory=ExemptConfig)
     rules: list[RuleConfig] = field(default_factory=list)
@@ -192,8 +193,29 @@ class RecipeConfig:
     @property
     def acting(self) -> bool:
         """Whether activations between tensor parts have settings."""
-        names = ("acts", ACTS_FORWARD, ACTS_BACKWARD)
+        return self._sets("acts", ACTS_FORWARD, ACTS_BACKWARD)
+
+    @property
+    def piping(self) -> bool:
+        """Whether activations between stages have settings."""
+        return self._sets("acts", ACTS_PIPE)
+
+    def _sets(self, *names: str) -> bool:
         return any(getattr(self, name) != CodecConfig() for name in names)
+
+    def check_acts(self, tp: int, pp: int) -> None:
+        """ValueError where settings of activations have no wire with so many parts and stages."""
+        for axis, size, names in (
+            ("tp", tp, (ACTS_FORWARD, ACTS_BACKWARD)),
+            ("pp", pp, (ACTS_PIPE,)),
+            ("tp or cluster.pp", max(tp, pp), ("acts",)),
+        ):
+            for name in names:
+                _need(
+                    size > 1 or not self._sets(name),
+                    f"recipe {self.name}: recipe.{name} has no wire, as the model is whole there: "
+                    f"set cluster.{axis}, or leave recipe.{name} out",
+                )
 
     @property
     def wires(self) -> tuple[Wire, ...]:
@@ -310,7 +332,7 @@ class RecipeConfig:
             _need(
                 WIRES[wire].carries != "activations",
                 f"recipe {self.name}, recipe.rules: {wire} carries no parameters: set recipe.acts, "
-                f"recipe.{ACTS_FORWARD} or recipe.{ACTS_BACKWARD}",
+                f"recipe.{ACTS_FORWARD}, recipe.{ACTS_BACKWARD} or recipe.{ACTS_PIPE}",
             )
         for wire in self.wires:
             own = self.wire(wire)

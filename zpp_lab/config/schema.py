@@ -35,6 +35,7 @@ from zpp_lab.config.rl import RlConfig
 LEAST_HELDOUT, FEW_HELDOUT = 1_000, 10_000
 STUDY_HELDOUT = 2**21  # of a study on GPUs that does not say: 0.0007 nats, by the same
 
+SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2}  # of pipelines; stages of a rank
 Plane = Literal["masters", "moments", "gradients"]  # what engine.place places
 TrainDtype = Literal["fp32", "bf16", "fp16"]  # fp16: engine=deepspeed, which scales the loss
 
@@ -68,6 +69,8 @@ class EngineConfig:
     compile: bool = (
         False  # torch.compile of each block's forward; other bits, the same in all engines
     )
+    # of cluster.pp stages (torch.distributed.pipelining); interleaved: two stages a rank
+    schedule: str = "1f1b"
     allow_fallback: bool = False  # go on where FSDP2 or DeepSpeed goes past the recipe
     emulate_nodes: bool = True  # deepspeed: on one host, a rank sees the GPUs of its node only
     # on one host with fewer GPUs than ranks: its nodes share them (train/launch/gpus.py)
@@ -89,6 +92,22 @@ class EngineConfig:
             f"engine.place=auto plans whole GPUs, not engine.share_gpus={self.share_gpus}: set "
             "engine.place to a placement, or give each rank a GPU",
         )
+        _need(
+            self.schedule in SCHEDULES,
+            f"engine.schedule={self.schedule}: "
+            + (
+                "zero-bubble schedules compute gradients of weights apart from those of inputs, "
+                "and FSDP2 reduces after whole backwards alone: "
+                if re.search(r"zero.?bubble|zbv|dual.?pipe", self.schedule.lower())
+                else ""
+            )
+            + f"use {', '.join(SCHEDULES)}",
+        )
+
+    @property
+    def chunks(self) -> int:
+        """Stages of a rank, where there are several ranks in a pipeline."""
+        return SCHEDULES[self.schedule]
 
     @property
     def ranked(self) -> bool:
@@ -323,10 +342,11 @@ class Config:
             "run.memory=drop needs another run's state: leave it out, or set run.start_from or "
             "model.start_optimizer",
         )
+        self.recipe.check_acts(self.cluster.tp, self.cluster.pp)
         _need(
-            not self.recipe.acting or self.cluster.tp > 1,
-            f"recipe {self.recipe.name}: recipe.acts has no wire, as cluster.tp=1 has no tensor "
-            "parts: set cluster.tp, or leave recipe.acts out",
+            self.cluster.pp > 1 or self.engine.schedule == EngineConfig.schedule,
+            f"engine.schedule={self.engine.schedule} orders the passes of several stages: set "
+            "cluster.pp, or leave it out",
         )
         if self.task == "rl":
             self._check_rl()
@@ -362,9 +382,10 @@ class Config:
         if place == "device":
             return
         _need(
-            self.cluster.tp == 1,
-            f"engine.place={place}: tensor parts (cluster.tp={self.cluster.tp}) add up gradients "
-            "after they have landed; use cluster.tp=1 or engine.place=device",
+            not self.cluster.split,
+            f"engine.place={place} is not built for {self.cluster.split}: tensor parts add up "
+            "gradients after they have landed, and stages run several passes at a time; use "
+            "engine.place=device",
         )
         other = "engine.offload=true" if self.engine.offload else "train.optimizer_place=host"
         _need(

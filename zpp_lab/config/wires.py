@@ -19,6 +19,7 @@ Wire = Literal[
     "weights_update",
     "acts_forward",
     "acts_backward",
+    "acts_pipe",
     "weights_rollout",
     "tp_raw",
 ]
@@ -32,6 +33,7 @@ INTER: Wire = "grads_inter"
 UPDATE: Wire = "weights_update"
 ACTS_FORWARD: Wire = "acts_forward"
 ACTS_BACKWARD: Wire = "acts_backward"
+ACTS_PIPE: Wire = "acts_pipe"
 ROLLOUT: Wire = "weights_rollout"
 TP_RAW: Wire = "tp_raw"
 
@@ -43,17 +45,18 @@ class WireSpec:
     number: of its rounding noise; bits depend on it, so it never changes. short: the setting of a
     recipe from which the wire's own settings start. dtype: of raw transfers, train.param_dtype,
     train.reduce_dtype or fp32. gather: every rank gets all rows; hop: each rank sums what it
-    receives; exchange: ranks of equal place swap rows; parts: tensor parts gather and sum. codecs:
-    dense ones send every element, and `differences` also sparse ones where the wire carries
-    differences; with `none` a recipe has no setting of the wire's name. tag: under which wandb
-    shows its bits. needs: the property of `RecipeConfig` without which the wire does not exist;
-    "": every recipe has it. brought_by: settings of which each alone may bring it.
+    receives; exchange: ranks of equal place swap rows; parts: tensor parts gather and sum; pipe:
+    a stage sends to its neighbours. codecs: dense ones send every element, and `differences` also
+    sparse ones where the wire carries differences; with `none` a recipe has no setting of the
+    wire's name. tag: under which wandb shows its bits. needs: the property of `RecipeConfig`
+    without which the wire does not exist; "": every recipe has it. brought_by: settings of which
+    each alone may bring it.
     """
 
     number: int
     carries: Literal["weights", "gradients", "activations"]
     dtype: Literal["param", "reduce", "fp32"]
-    pattern: Literal["gather", "hop", "exchange", "parts"]
+    pattern: Literal["gather", "hop", "exchange", "parts", "pipe"]
     tag: str
     short: Short | None = None
     codecs: Literal["none", "dense", "differences", "all"] = "none"
@@ -103,6 +106,17 @@ WIRES: dict[Wire, WireSpec] = {  # least bits are those of ZeRO++ as published
         "dense",
         needs="acting",
         brought_by=("recipe.acts.bits=8", "recipe.acts_backward.bits=8"),
+    ),
+    ACTS_PIPE: WireSpec(  # activations to the next stage, their gradients back
+        7,
+        "activations",
+        "param",
+        "pipe",
+        "acts",
+        "acts",
+        "dense",
+        needs="piping",
+        brought_by=("recipe.acts.bits=8", "recipe.acts_pipe.bits=8"),
     ),
     ROLLOUT: WireSpec(  # on demand: for generation, before a step; no codec unless it is given one
         8,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zpp_lab.collectives.acts import PartsPlan
+from zpp_lab.collectives.pipe import PipePlan
 from zpp_lab.collectives.plan import Plan, Unit
 from zpp_lab.collectives.recipe import DTYPES, Recipe
 from zpp_lab.config.load import load
@@ -25,6 +26,7 @@ from zpp_lab.engines.units import cut_units, named_units
 from zpp_lab.models import build_model
 from zpp_lab.models.cut import build_parts
 from zpp_lab.models.lora import frozen_base
+from zpp_lab.models.stages import build_stage, check_stages
 
 
 def pick_device(engine: EngineConfig) -> torch.device:
@@ -79,11 +81,11 @@ def check_axes(config: Config) -> None:
     """ValueError, naming the setting, for what stages and tensor parts do not have yet. `Config`
     itself refuses more."""
     cluster, engine, train = config.cluster, config.engine, config.train
-    if cluster.pp > 1:
-        raise ValueError(f"cluster.pp={cluster.pp}: models are not cut into stages yet: use 1")
-    if cluster.tp == 1:
+    if not cluster.split:
         return
     length = config.data.seq_len
+    if cluster.pp > 1:
+        _check_pipe(config)
     for ok, what in (
         (engine.name != "deepspeed", "engine=deepspeed: use engine=fsdp"),
         (config.task == "text", f"task={config.task}: use task=text"),
@@ -95,10 +97,38 @@ def check_axes(config: Config) -> None:
             f"recipe.{config.recipe.setting('optimizer')}: use node or world",
         ),
         (not config.recipe.remembers, "memory.kind=residual: leave it out"),
-        (length % cluster.tp == 0, f"data.seq_len={length}: use a multiple of it"),
+        (length % cluster.tp == 0, f"data.seq_len={length}: use a multiple of cluster.tp"),
     ):
         if not ok:
-            raise ValueError(f"cluster.tp={cluster.tp} is not built for {what}")
+            raise ValueError(f"{cluster.split} is not built for {what}")
+
+
+def _check_pipe(config: Config) -> None:
+    """ValueError, naming the setting, for what has no stages."""
+    pp, engine, train, recipe = config.cluster.pp, config.engine, config.train, config.recipe
+    micros, name = train.micro_steps, f"engine.schedule={engine.schedule}"
+    check_stages(config.model, pp * engine.chunks)
+    for ok, what in (
+        (
+            not recipe.again,
+            f"recipe.{recipe.setting('weights')}: each micro-step would gather all weights again; "
+            "use recipe.stage=2 or 1",
+        ),
+        (engine.name != "fsdp", "engine=fsdp: use engine=virtual"),
+        (train.masters == "fp32", "train.masters=split: use fp32"),
+        (engine.blocks_per_unit == 1, f"engine.blocks_per_unit={engine.blocks_per_unit}: use 1"),
+        (
+            engine.schedule == "gpipe" or micros >= pp,
+            f"train.micro_steps={micros} with {name}, which needs one for each stage: use {pp} or "
+            "more, or engine.schedule=gpipe",
+        ),
+        (
+            engine.schedule != "interleaved" or micros % max(1, micros // pp) == 0,
+            f"train.micro_steps={micros} with {name}: use a multiple of {pp}",
+        ),
+    ):
+        if not ok:
+            raise ValueError(f"cluster.pp={pp} is not built for {what}")
 
 
 def check_engine(config: Config) -> None:
@@ -114,7 +144,13 @@ def check_engine(config: Config) -> None:
 
 
 def _model(config: Config, vocab_size: int, device: str, rank: int | None = None) -> Any:
-    """Build the whole model, or with tensor parts that of `rank`; None: all of them, joined."""
+    """Build the whole model, or what `rank` has of it; None: all tensor parts, joined."""
+    if config.cluster.pp > 1 and rank is not None:
+        cluster, place = config.cluster, config.cluster.place(rank)
+        own, chunks = own_stages(cluster, config.engine.chunks)[place["pp"]], config.engine.chunks
+        return build_stage(
+            config.model, vocab_size, cluster.tp, place["tp"], own, cluster.pp * chunks
+        )
     if config.cluster.tp > 1:
         parts = build_parts(config.model, vocab_size, config.cluster.tp, device, config.seed)
         if rank is not None:
@@ -133,9 +169,14 @@ def build_plan(model: nn.Module, config: Config, rollouts: bool = False) -> Plan
     """The recipe's data movement for this model on the configured cluster; with `rollouts` for
     generation too."""
     check_axes(config)
-    train, recipe = config.train, Recipe.of(config)
-    units = units_of(model, recipe.shards, config.engine.blocks_per_unit)
-    tokens = train.batch_size * config.data.seq_len
+    train, recipe, engine = config.train, Recipe.of(config), config.engine
+    units: Iterable[Unit]
+    if config.cluster.pp > 1:  # stages have a root each
+        each = (json.dumps(asdict(group)) for group in (config.model, config.cluster))
+        units = _stages(*each, model.vocab_size, recipe.shards, engine.chunks)  # type: ignore[arg-type]
+    else:
+        units = units_of(model, recipe.shards, engine.blocks_per_unit)
+    sizes = config.model, train.batch_size * config.data.seq_len, train.micro_steps
     return Plan.build(
         units,
         recipe,
@@ -143,7 +184,8 @@ def build_plan(model: nn.Module, config: Config, rollouts: bool = False) -> Plan
         accumulate=train.accumulate,
         gather=config.engine.gather,
         rollouts=rollouts or config.task == "rl",
-        parts=parts_plan(units, recipe, config.cluster.tp, config.model, tokens, train.micro_steps),
+        parts=parts_plan(units, recipe, config.cluster.tp, *sizes),
+        pipe=pipe_plan(recipe, config.cluster, engine.chunks, *sizes),
     )
 
 
@@ -162,6 +204,26 @@ def parts_plan(
     every = [p for unit in units for p in unit.parameters]
     shared = sum(p.shard_numel for p in every if p.parts == 1)
     return PartsPlan(recipe, tp, tokens, model.dim, model.layers, shared, micro_steps)
+
+
+def pipe_plan(
+    recipe: Recipe,
+    cluster: ClusterConfig,
+    chunks: int,
+    model: ModelConfig,
+    tokens: int,
+    micro_steps: int,
+) -> PipePlan | None:
+    """Return what stages of `chunks` a rank send each other; None of one."""
+    if cluster.pp == 1:
+        return None
+    numel, stages = tokens * model.dim // cluster.tp, cluster.pp * chunks
+    return PipePlan(recipe, cluster.tp, stages, chunks, numel, micro_steps, cluster.across)
+
+
+def own_stages(cluster: ClusterConfig, chunks: int) -> list[range]:
+    """Return the stages of each place in a pipeline."""
+    return [range(place, cluster.pp * chunks, cluster.pp) for place in range(cluster.pp)]
 
 
 def units_of(model: nn.Module, shards: int, blocks_per_unit: int) -> list[Unit]:
@@ -191,7 +253,8 @@ def plan_of(config: Config) -> Plan:
         config.engine.blocks_per_unit,
         *settings,
         config.task == "rl",
-        train.batch_size * config.data.seq_len if config.cluster.tp > 1 else 0,
+        train.batch_size * config.data.seq_len if config.cluster.split else 0,
+        config.engine.chunks,
     )
 
 
@@ -214,9 +277,10 @@ def _plan(
     accumulate: str,
     rollouts: bool,
     tokens: int,
+    chunks: int,
 ) -> Plan:
     """Groups of a config as JSON, which can be compared. tokens: of a micro-batch, where tensor
-    parts exchange them."""
+    parts or stages exchange them."""
     ranks, settings = load(ClusterConfig, json.loads(cluster)), load(ModelConfig, json.loads(model))
     made = Recipe(
         load(RecipeConfig, json.loads(recipe)),
@@ -225,9 +289,13 @@ def _plan(
         DTYPES[reduce_dtype],
         settings.lora,
     )
-    units = _units(model, vocab, made.shards, blocks_per_unit, ranks.tp)
+    if ranks.pp > 1:
+        units = _stages(model, cluster, vocab, made.shards, chunks)
+    else:
+        units = _units(model, vocab, made.shards, blocks_per_unit, ranks.tp)
     how: Any = {"micro_steps": micro_steps, "accumulate": accumulate, "rollouts": rollouts}
     how["parts"] = parts_plan(units, made, ranks.tp, settings, tokens, micro_steps)
+    how["pipe"] = pipe_plan(made, ranks, chunks, settings, tokens, micro_steps)
     return Plan.build(units, made, **how, gather=gather)
 
 
@@ -238,3 +306,14 @@ def _units(model: str, vocab: int, shards: int, blocks_per_unit: int, tp: int) -
     if tp > 1:
         return tuple(units_of(build_parts(settings, vocab, tp, "meta")[0], shards, blocks_per_unit))
     return tuple(units_of(build_model(settings, vocab, "meta"), shards, blocks_per_unit))
+
+
+@lru_cache(maxsize=64)
+def _stages(model: str, cluster: str, vocab: int, shards: int, chunks: int) -> tuple[Unit, ...]:
+    """As `_units`, of all stages in turn."""
+    settings, ranks = load(ModelConfig, json.loads(model)), load(ClusterConfig, json.loads(cluster))
+    found: list[Unit] = []
+    for place, own in enumerate(own_stages(ranks, chunks)):
+        model_of = build_stage(settings, vocab, ranks.tp, 0, own, ranks.pp * chunks)
+        found += (replace(unit, stage=place) for unit in units_of(model_of, shards, 1))
+    return tuple(found)

@@ -22,12 +22,11 @@ from zpp_lab.models.params import param_class
 @dataclass(frozen=True)
 class Watch:
     """`errors` collects telemetry; `check` raises NonFiniteError at the first bad value. Ranks are
-    those of the cell of tensor part `part` of `parts`."""
+    those of a cell, whose numbers in the world are `cell`; None: they are the world."""
 
     errors: ErrorSums | None = None
     check: bool = False
-    parts: int = 1
-    part: int = 0
+    cell: Sequence[int] | None = None
 
     def gradient(self, step: int, rank: int, name: str, grad: Tensor) -> None:
         """A rank's gradient before any wire."""
@@ -39,7 +38,7 @@ class Watch:
 
     def process(self, rank: int) -> int:
         """Return the rank in the world of one of the cell."""
-        return rank * self.parts + self.part
+        return rank if self.cell is None else self.cell[rank]
 
     def weights(
         self, step: int, wire: Wire, layout: Layout, outs: Sequence[Tensor], rows: int

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.wires import ACTS_BACKWARD, ACTS_FORWARD, Wire
 from zpp_lab.models.generate import Cache
-from zpp_lab.models.llama import Block, Llama, Rope, rows_of_vocabulary
+from zpp_lab.models.llama import Block, Llama, Rope, rows_of_vocabulary, through
 from zpp_lab.models.loss import IGNORED, times
 from zpp_lab.models.start import SeededStart, Start, fill, materialize, whole
 
@@ -108,7 +108,7 @@ class PartLlama(Llama):
     def join(self, lanes: Sequence[PartLlama], exchanges: Exchanges | None) -> None:
         """Run these parts together, in their order; the first one is called."""
         self.lanes, self.exchanges = tuple(lanes), exchanges
-        for blocks in zip(*(lane.layers for lane in lanes), strict=True):
+        for blocks in zip(*([b for _, b in lane.units()] for lane in lanes), strict=True):
             own: Any = blocks[0]
             own.lanes, own.model = blocks, (self,)
 
@@ -124,13 +124,24 @@ class PartLlama(Llama):
         Logits are in parts, so targets are needed."""
         assert targets is not None, "the logits of a vocabulary in parts are nowhere whole"
         assert cache is None, "parts do not generate"
-        assert self.exchanges is not None, "join comes first"
-        self.rope.table(tokens.shape[1], tokens.device)
+        self.see(tokens)
+        xs = self.enter(tokens)
+        for i, block in enumerate(self.layers):
+            xs = self.crossing(i, through(block, xs))
+        return self.leave(xs, targets, share, each)
+
+    def see(self, tokens: Tensor) -> None:
+        super().see(tokens)
         self.shape = tuple(tokens.shape)
-        xs = scatter(self.exchanges, "embed", [lane._embed(tokens) for lane in self.lanes])
-        for block in self.layers:
-            out = block(*xs)
-            xs = list(out) if isinstance(out, tuple) else [out]
+
+    def enter(self, tokens: Tensor) -> list[Tensor]:
+        assert self.exchanges is not None, "join comes first"
+        return scatter(self.exchanges, "embed", [lane._embed(tokens) for lane in self.lanes])
+
+    def leave(
+        self, xs: Sequence[Tensor], targets: Tensor, share: Tensor | None = None, each: bool = False
+    ) -> Tensor:
+        assert self.exchanges is not None, "join comes first"
         xs = [lane.norm(x) for lane, x in zip(self.lanes, xs, strict=True)]
         xs = gather(self.exchanges, "head", xs)
         logits = [F.linear(x, lane._head()) for lane, x in zip(self.lanes, xs, strict=True)]
@@ -154,9 +165,6 @@ class PartLlama(Llama):
     def parts_of(self, name: str) -> int:
         """Return into how many parts the parameter is cut."""
         return 1 if cut_dim(name) is None else self.tp
-
-    def _head(self) -> Tensor:
-        return self.embed.weight if self.head is None else self.head.weight
 
     def start(self, seed: int) -> Start:
         with torch.device("meta"):

@@ -30,7 +30,7 @@ came in meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ from zpp_lab.models.start import RunStart, SeededStart, Start
 
 Whole = Callable[[Tensor], Tensor]
 UntilLast = Callable[[Tensor], tuple[Tensor, Tensor]]
+Crossing = Callable[[int, list[Tensor]], list[Tensor]]
 
 
 def can_recompute(bypassed: nn.Module, last: nn.Module, x: Tensor) -> bool:
@@ -275,6 +276,12 @@ class Block(nn.Module):
         return x + self.attention(self.attention_norm(x))
 
 
+def through(block: nn.Module, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Run a block on one tensor, or on those of several tensor parts."""
+    out = block(*xs)
+    return list(out) if isinstance(out, tuple) else [out]
+
+
 class Embedding(nn.Embedding):
     """torch's, without first values on the meta device, which would load torch's compiler."""
 
@@ -303,6 +310,7 @@ class Llama(nn.Module):
         self.gives_token_scores = True  # `each`: held-out losses need no whole logits either
         self.temperature = 1.0  # of losses: logits are divided by it, as rollouts' are
         self.same_every_step = True  # a CUDA graph may hold forward and backward
+        self.crossing: Crossing = lambda block, xs: xs  # what follows each block
         self.rope = rope = Rope(cfg.dim // cfg.heads, cfg.rope_theta)
         self.embed = Embedding(vocab_size, cfg.dim)
         self.layers = nn.ModuleList(Block(cfg, rope) for _ in range(cfg.layers))
@@ -330,17 +338,38 @@ class Llama(nn.Module):
         self.rope.table(tokens.shape[1] if cache is None else cache.slots, tokens.device)
         x = self.embed(tokens)
         for i, layer in enumerate(self.layers):
-            x = layer(x) if cache is None else layer(x, cache, i)
+            (x,) = self.crossing(i, [layer(x) if cache is None else layer(x, cache, i)])
         x = self.norm(x if cache is None else cache.wanted(x))
         if self.score is not None:
             scores = F.linear(x.float(), self.score.weight.float())[..., 0]
             return scores if targets is None else pair_losses(scores, targets, each)
+        if targets is None:
+            logits = F.linear(x, self._head())
+            return logits if cache is None else logits[:, 0]
+        return self._losses(x, targets, share, each)
+
+    def see(self, tokens: Tensor) -> None:
+        """Prepare a forward of these tokens, wherever it begins."""
+        self.rope.table(tokens.shape[1], tokens.device)
+
+    def enter(self, tokens: Tensor) -> list[Tensor]:
+        """Return what the first block gets: one tensor, of tensor parts one each."""
+        return [self.embed(tokens)]
+
+    def leave(
+        self, xs: Sequence[Tensor], targets: Tensor, share: Tensor | None = None, each: bool = False
+    ) -> Tensor:
+        """Return the loss of what the last block gave, or scores, as `forward`."""
+        (x,) = xs
+        return self._losses(self.norm(x), targets, share, each)
+
+    def _head(self) -> Tensor:
         # A tied head reads the embedding here rather than sharing a Parameter object:
         # materialising a meta model would silently break the sharing.
-        head = self.embed.weight if self.head is None else self.head.weight
-        if targets is None:
-            logits = F.linear(x, head)
-            return logits if cache is None else logits[:, 0]
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def _losses(self, x: Tensor, targets: Tensor, share: Tensor | None, each: bool) -> Tensor:
+        head = self._head()
         if self.temperature != 1.0:
             x = x / self.temperature
         if self.cfg.loss_chunk or self.cfg.z_loss:

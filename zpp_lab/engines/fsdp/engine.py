@@ -175,8 +175,8 @@ class FsdpEngine(Engine):
     def enter(self, done: int) -> None:
         if self.wrapped.enter(done):
             self.plan, self.memories = self.plans[self.wrapped.phase], self.wrapped.memories
-            if self.parts is not None and self.plan.parts is not None:
-                self.parts.plan = self.plan.parts
+            if self.parts is not None:
+                self.parts.follow(self.plan.parts)
             self.sent.settled = None
             self.graph.restart()
 
@@ -400,8 +400,8 @@ class FsdpEngine(Engine):
 
     def _watch(self, step: int, **how: Any) -> RankWatch:
         """Make what looks at this rank's wires in a step."""
-        if self.parts is not None:
-            how |= {"parts": self.parts.tp, "part": self.parts.part}
+        if self.config.cluster.split:
+            how["cell"] = self.config.cluster.members(CELL, dist.get_rank())
         return RankWatch(step, self.rank, **how)
 
     def settle(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from zpp_lab.config.wires import BACKWARD, INTER, WIRES, Wire
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.engines.watch import Watch
 
-Place = tuple[int, ...]  # weights or gradients, rank, micro-step, hop, parameter, tensor part
+Place = tuple[int, ...]  # weights or gradients, rank, micro-step, hop, parameter, process
 
 
 @dataclass(order=True, frozen=True)
@@ -42,14 +42,13 @@ class RankWatch:
     order: Mapping[str, int] = field(default_factory=dict)  # of the model's parameters
     errors: ErrorSums | None = None
     check: bool = False
-    parts: int = 1  # tensor parts
-    part: int = 0
+    cell: Sequence[int] | None = None  # its ranks' numbers in the world
     micro: int = 0
     first: Finding | None = None
     watch: Watch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.watch = Watch(self.errors, self.check, self.parts, self.part)
+        self.watch = Watch(self.errors, self.check, self.cell)
 
     def at(self, micro: int) -> RankWatch:
         self.micro = micro
@@ -69,7 +68,7 @@ class RankWatch:
 
     def _moment(self, wire: Wire) -> int:
         """Every micro-step gathers the same."""
-        return self.micro if WIRES[wire].pattern in ("hop", "parts") else 0
+        return self.micro if WIRES[wire].pattern in ("hop", "parts", "pipe") else 0
 
     def weights(self, wire: Wire, layout: Layout, shards: Sequence[Tensor], row: Tensor) -> None:
         if self.micro == 0:
@@ -119,7 +118,8 @@ class RankWatch:
 
     def _found(self, place: Place, name: str, error: NonFiniteError) -> None:
         where = str(error).split(": ", 1)[1]
-        finding = Finding((*place, self.order.get(name, 0), self.part), where)
+        process = self.watch.process(self.rank)
+        finding = Finding((*place, self.order.get(name, 0), process), where)
         if self.first is None or finding < self.first:
             self.first = finding
 
@@ -141,6 +141,19 @@ def refuse(watch: RankWatch, group: Group = None) -> NoReturn:
     first = min((f for f in found if f is not None), default=None)
     where = "the gradient norm overflowed although every gradient is finite"
     raise NonFiniteError(watch.step, first.where if first else where)
+
+
+def telemetry_of_all(errors: ErrorSums) -> Telemetry:
+    """As `merged_telemetry`, where ranks have other parameters than each other."""
+    columns, own = errors.by_rank()
+    rows = [] if own is None else list(zip(columns, own[0].cpu(), strict=True))
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, rows)
+    merged = ErrorSums()
+    for rank, found in enumerate(every):
+        for column, sums in found:
+            merged.add(column, rank, sums)
+    return telemetry(*merged.by_rank())
 
 
 def merged_telemetry(errors: ErrorSums, device: torch.device, group: Group = None) -> Telemetry:

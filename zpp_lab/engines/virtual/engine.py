@@ -16,8 +16,9 @@ of the forward's after it, as a second gather would bring them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +27,13 @@ from torch import Tensor, nn
 from zpp_lab.codecs.errors import ErrorSums, Telemetry, telemetry
 from zpp_lab.codecs.layout import Layout
 from zpp_lab.codecs.numerics import clip_factor, fold_sum, total_norm
-from zpp_lab.collectives.acts import FP32, Parts
-from zpp_lab.collectives.context import Clock
+from zpp_lab.collectives.acts import FP32, ActsEncoder, Parts
+from zpp_lab.collectives.context import Clock, EncodeObserver
 from zpp_lab.collectives.ledger import Ledger
+from zpp_lab.collectives.pipe import Pipe
 from zpp_lab.collectives.plan import Bytes, PassUse, Plan, add_bytes, leg_bytes, plans_by_step
 from zpp_lab.collectives.recipe import DTYPES
+from zpp_lab.config.cluster import CELL
 from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import BACKWARD, FORWARD, ROLLOUT, TP_RAW, Wire
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
@@ -41,8 +44,10 @@ from zpp_lab.engines.virtual.cell import Cell
 from zpp_lab.engines.virtual.passes import Grads, Passes
 from zpp_lab.engines.watch import Watch, gathered_in_vain, unit_not_finite
 from zpp_lab.models.cut import PartLlama, cut_dim, merged_state, part_state
+from zpp_lab.models.llama import Llama
 from zpp_lab.models.loss import token_scores
 from zpp_lab.models.objective import objective
+from zpp_lab.models.stages import joined_stages, last_blocks, stage_state
 
 
 class VirtualEngine(Engine):
@@ -56,20 +61,23 @@ class VirtualEngine(Engine):
         self.plans, self.phase = plans_by_step(plan, config), 0
         self.clock, self.ledger = Clock(config.seed), Ledger()
         self.parts: Parts | None = None  # what tensor parts exchange
+        self.pipe: Pipe | None = None  # what stages send each other
+        lanes: Sequence[nn.Module] = [model]
         if isinstance(model, PartLlama):
             assert plan.parts is not None
-            self.parts = Parts(plan.parts, self.clock, self.ledger)
+            self.parts, lanes = Parts(plan.parts, self.clock, self.ledger), model.lanes
             model.join(model.lanes, self.parts)
-            self.cells = [
-                Cell(
-                    dict(lane.named_parameters()),
-                    {first: each.cell(t) for first, each in self.plans.items()},
-                    config,
-                )
-                for t, lane in enumerate(model.lanes)
-            ]
-        else:
-            self.cells = [Cell(dict(model.named_parameters()), self.plans, config)]
+        if plan.pipe is not None:
+            assert isinstance(model, Llama)
+            self.pipe = Pipe(plan.pipe, self.clock, self.ledger, range(len(lanes)))
+            model.crossing = self.pipe.crossing(last_blocks(model.cfg.layers, plan.pipe.stages))
+        self.exchanges: list[ActsEncoder] = [one for one in (self.parts, self.pipe) if one]
+        self.tp = len(lanes)
+        self.cells = [  # stage by stage, the tensor parts of each in order
+            self._cell(dict(lane.named_parameters()), stage, t)
+            for stage in range(config.cluster.pp)
+            for t, lane in enumerate(lanes)
+        ]
         self.cell = self.cells[0]
         self.cluster, self.device = self.cell.cluster, self.cell.device
         self.usage = Usage(with_root(model, named_units(model, config.engine.blocks_per_unit)))
@@ -77,9 +85,20 @@ class VirtualEngine(Engine):
         self.used: dict[int, PassUse] = {}  # the last step's micro-steps, the same on all ranks
         self.reduced: list[frozenset[str]] = []  # who had a gradient in its reductions
         self.rolled: Bytes = {}  # of rollouts since the last step
-        whole = [n for n in self.cell.weights if cut_dim(n) is None] if self.parts else []
+        every = [name for cell in self.cells[:: self.tp] for name in cell.weights]
+        self.names = list(dict(model.named_parameters())) if self.pipe is None else every
+        whole = [n for n in self.names if cut_dim(n) is None] if self.parts else []
         self.shared = frozenset(whole)  # parameters that all tensor parts have
         self._make_passes()
+
+    def _cell(self, weights: dict[str, nn.Parameter], stage: int, part: int) -> Cell:
+        plans = {first: plan.stage(stage) for first, plan in self.plans.items()}
+        if self.pipe is not None:
+            own = [p.name for u in plans[0].units for p in u.unit.parameters]
+            weights = {name: weights[name] for name in own}
+        if self.parts is not None:
+            plans = {first: plan.cell(part) for first, plan in plans.items()}
+        return Cell(weights, plans, self.config)
 
     @property
     def plan(self) -> Plan:  # type: ignore[override]
@@ -87,8 +106,10 @@ class VirtualEngine(Engine):
 
     def enter(self, done: int) -> None:
         self.phase = max(first for first in self.plans if first <= done)
-        if self.parts is not None and self.plan.parts is not None:
-            self.parts.plan = self.plan.parts
+        if self.parts is not None:
+            self.parts.follow(self.plan.parts)
+        if self.pipe is not None:
+            self.pipe.follow(self.plan.pipe)
         moved = [cell.enter(done) for cell in self.cells]
         if any(moved):
             self._make_passes()
@@ -96,7 +117,9 @@ class VirtualEngine(Engine):
     def _make_passes(self) -> None:
         # backward's own weights take the place of the forward's, so no two passes may overlap
         lanes = 1 if self.cell.own else self.config.engine.lanes
-        weights = {_key(n, t): p for t, c in enumerate(self.cells) for n, p in c.weights.items()}
+        weights = {
+            _key(n, i % self.tp): p for i, c in enumerate(self.cells) for n, p in c.weights.items()
+        }
         self.passes = Passes(self._backward, weights, self.config.engine, lanes)
 
     # ------------------------------------------------------------------ one step
@@ -150,23 +173,27 @@ class VirtualEngine(Engine):
 
     def _watches(self, errors: ErrorSums | None = None, check: bool = False) -> list[Watch]:
         """Make what looks at each cell's wires."""
-        return [Watch(errors, check, len(self.cells), t) for t in range(len(self.cells))]
+        cluster = self.config.cluster
+        if not cluster.split:
+            return [Watch(errors, check)]
+        first = [s for stage in range(cluster.pp) for s in cluster.stage(stage)[: self.tp]]
+        return [Watch(errors, check, cluster.members(CELL, rank)) for rank in first]
 
     def _squares(self, grads: Sequence[Grads]) -> Tensor:
         """Return the sum of squares of every process, in rank order: fp64. Parameters that all
         parts have count for the first."""
         found: list[Tensor] = []
-        for cell, own in zip(self.cells, grads, strict=True):
-            shared = self.shared if found else frozenset()
+        for i, (cell, own) in enumerate(zip(self.cells, grads, strict=True)):
+            shared = self.shared if i % self.tp else frozenset()
             found.append(cell.squares({n: g for n, g in own.items() if n not in shared}))
-        return torch.stack(found, 1).flatten()
+        return torch.stack(found).unflatten(0, (-1, self.tp)).transpose(1, 2).flatten()
 
     def _sent(self) -> Bytes:
         """Compare the step's bytes with the plan; returns those of all ranks."""
         for cell in self.cells:
             cell.check_bytes(self._passes(), self.reduced)
-        if self.parts is not None:
-            self.ledger.check(leg_bytes(self.parts.plan.legs()))
+        if self.exchanges:
+            self.ledger.check(leg_bytes(self.plan.acts_legs()))
         sent = dict(self.ledger.step)
         for own in (*(cell.ledger.step for cell in self.cells), self.rolled):
             add_bytes(sent, own)
@@ -209,17 +236,18 @@ class VirtualEngine(Engine):
                     )
                 if waits:
                     use.check_once()
-                for name in self.cell.weights if watches[0].check else ():
-                    for t, watch in enumerate(watches):
-                        if (grad := grads.get(_key(name, t))) is not None:
+                for name in self.names if watches[0].check else ():
+                    for i, (cell, watch) in enumerate(zip(self.cells, watches, strict=True)):
+                        grad = grads.get(_key(name, i % self.tp)) if name in cell.weights else None
+                        if grad is not None:
                             watch.gradient(step, rank, name, grad)
                 local = self._accumulate(local, grads) if waits else grads
                 if not waits or micro == self.plan.micro_steps - 1:
-                    for t, cell in enumerate(self.cells):
-                        own = self._own(local, t)
+                    every = [self._own(local, i) for i in range(len(self.cells))]
+                    for cell, own in zip(self.cells, every, strict=True):
                         for reduction in cell.reductions:
                             reduction.add(rank, micro, own)
-                    present, local = frozenset(self._own(local, 0)), {}
+                    present, local = frozenset().union(*every), {}
             self.reduced += [present] * times
             for cell, own in zip(self.cells, total, strict=True):
                 cell.mean(own, self.reduce_dtype)
@@ -231,30 +259,40 @@ class VirtualEngine(Engine):
         self, turns: Sequence[tuple[int, int]], batches: Batches, watches: Sequence[Watch]
     ) -> Iterator[tuple[Tensor, Grads, PassUse]]:
         """Yield each turn's pass. Tensor parts exchange, so noise depends on whose turn it is."""
-        if self.parts is None:
+        if not self.exchanges:
             yield from self.passes.each(batches(*turn) for turn in turns)
             return
         for turn in turns:
-            self.parts.reader, self.clock.micro = turn
             lanes = [_Lane(watch, *turn) for watch in watches]
-            self.parts.observe = lanes.__getitem__
+            if self.pipe is not None:
+                self.pipe.stage = 0
+            for one in self.exchanges:
+                one.reader, self.clock.micro = turn
+                one.observe = partial(self._observer, lanes)
             yield self.passes.eager(tuple(t.to(self.device) for t in batches(*turn)))
 
-    def _own(self, grads: Grads, part: int) -> Grads:
-        """Return the gradients of a part's cell by name."""
-        if self.parts is None:
+    def _observer(self, lanes: Sequence[EncodeObserver], part: int) -> EncodeObserver:
+        """Return the observer of the cell that computes this part."""
+        place = self.pipe.stage % self.pipe.plan.ranks if self.pipe is not None else 0
+        return lanes[place * self.tp + part]
+
+    def _own(self, grads: Grads, cell: int) -> Grads:
+        """Return the gradients of a cell by name."""
+        if not self.exchanges:
             return grads
-        own = {name: _key(name, part) for name in self.cells[part].weights}
+        own = {name: _key(name, cell % self.tp) for name in self.cells[cell].weights}
         return {name: grads[key] for name, key in own.items() if key in grads}
 
     def _add_shared(self, grads: list[Grads]) -> None:
         """Sum gradients of parameters that all parts have, each of its slice of the tokens. Real
         ranks do so with their shards."""
         assert self.parts is not None
-        for name in sorted(self.shared & grads[0].keys()):
-            sums = self.parts.total([own[name] for own in grads])
-            for own in grads:
-                own[name] = sums.clone()
+        for first in range(0, len(grads), self.tp):
+            parts = grads[first : first + self.tp]
+            for name in sorted(self.shared & parts[0].keys()):
+                sums = self.parts.total([own[name] for own in parts])
+                for own in parts:
+                    own[name] = sums.clone()
         each = self.parts.plan.shared * FP32
         self.ledger.add(TP_RAW, self.parts.plan.traffic(each))
 
@@ -337,7 +375,9 @@ class VirtualEngine(Engine):
                 cell.load_masters()
         self.model.eval()
         pairs = ((b[0].to(self.device), b[1].to(self.device)) for b in batches)
-        with self.parts.uncounted() if self.parts is not None else nullcontext():
+        with ExitStack() as stack:
+            for one in self.exchanges:
+                stack.enter_context(one.uncounted())
             scores = [token_scores(self.model, x, y) for x, y in pairs]
         self.model.train()
         return torch.cat(scores, 1).cpu()
@@ -345,12 +385,15 @@ class VirtualEngine(Engine):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole model's state, whatever its parts."""
         states = [cell.state() for cell in self.cells]
-        return merged_state(states) if self.parts is not None else states[0]
+        if not self.exchanges:
+            return states[0]
+        firsts = range(0, len(states), self.tp)
+        return joined_stages([merged_state(states[i : i + self.tp]) for i in firsts])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for part, cell in enumerate(self.cells):
-            own = state if self.parts is None else part_state(state, len(self.cells), part)
-            cell.load(own)
+        for i, cell in enumerate(self.cells):
+            own = state if self.parts is None else part_state(state, self.tp, i % self.tp)
+            cell.load(own if self.pipe is None else stage_state(own, cell.weights))
 
 
 @dataclass(frozen=True)

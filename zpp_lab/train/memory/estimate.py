@@ -56,11 +56,11 @@ SUMMING = (
 def estimate(plan: Plan, config: Config, vocab: int) -> Estimate:
     """Estimate what each rank of `plan`'s cluster holds on engine=fsdp with one GPU a rank.
     ValueError for a model of transformers whose code does not run on shapes alone, and for tensor
-    parts."""
-    if config.cluster.tp > 1:
+    parts and stages."""
+    if config.cluster.split:
         raise ValueError(
-            f"cluster.tp={config.cluster.tp}: no estimate of memory knows tensor parts yet: use "
-            "cluster.tp=1"
+            f"{config.cluster.split}: no estimate of memory knows tensor parts or stages yet: use "
+            "cluster.tp=1 and cluster.pp=1"
         )
     shape, held_out = (config.train.batch_size, config.data.seq_len), heldout_shape(config)
     acts = _activations(plan, config, vocab, shape)

@@ -198,10 +198,10 @@ def _check(config: Config, link_gbps: float | None) -> None:
             f"model={config.model.name}: only the built-in decoder has a cost formula; use a "
             "model.* preset of the same shape"
         )
-    if config.cluster.tp > 1:
+    if config.cluster.split:
         raise ValueError(
-            f"cluster.tp={config.cluster.tp} has no figures: exchanges of tensor parts are not "
-            "predicted yet; use cluster.tp=1"
+            f"{config.cluster.split} has no figures: exchanges of tensor parts and stages are not "
+            "predicted yet; use cluster.tp=1 and cluster.pp=1"
         )
     if config.engine.name == "deepspeed":
         raise ValueError("engine=deepspeed has no cost model: predict engine=fsdp")
