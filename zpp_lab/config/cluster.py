@@ -80,7 +80,7 @@ class ClusterConfig:
         return [rank for rank in range(self.world) if self.place(rank)["pp"] == number]
 
     @property
-    def _axes(self) -> dict[Axis, int]:
+    def axes(self) -> dict[Axis, int]:
         """Sizes of the axes, the fastest last; a node's ranks always follow each other."""
         nodes, local = self.dp.nodes, self.dp.gpus_per_node
         if self.across:
@@ -90,14 +90,14 @@ class ClusterConfig:
     def place(self, rank: int) -> dict[Axis, int]:
         """Return a rank's place on every axis."""
         found: dict[Axis, int] = {}
-        for axis, size in reversed(self._axes.items()):
+        for axis, size in reversed(self.axes.items()):
             rank, found[axis] = divmod(rank, size)
         return found
 
     def members(self, axes: Set[Axis], rank: int) -> list[int]:
         """Return the ranks that differ from `rank` along `axes` alone, itself among them, in
         ascending order."""
-        own, sizes = self.place(rank), self._axes
+        own, sizes = self.place(rank), self.axes
         found = [0]
         for axis, size in sizes.items():
             at = range(size) if axis in axes else (own[axis],)

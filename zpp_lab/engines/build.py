@@ -107,14 +107,13 @@ def _check_pipe(config: Config) -> None:
     """ValueError, naming the setting, for what has no stages."""
     pp, engine, train, recipe = config.cluster.pp, config.engine, config.train, config.recipe
     micros, name = train.micro_steps, f"engine.schedule={engine.schedule}"
-    check_stages(config.model, pp * engine.chunks)
+    check_stages(config.model, pp, engine.chunks)
     for ok, what in (
         (
             not recipe.again,
-            f"recipe.{recipe.setting('weights')}: each micro-step would gather all weights again; "
+            "recipe.stage=3: each micro-step would gather all weights again; "
             "use recipe.stage=2 or 1",
         ),
-        (engine.name != "fsdp", "engine=fsdp: use engine=virtual"),
         (train.masters == "fp32", "train.masters=split: use fp32"),
         (engine.blocks_per_unit == 1, f"engine.blocks_per_unit={engine.blocks_per_unit}: use 1"),
         (

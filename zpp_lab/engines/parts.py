@@ -6,6 +6,8 @@ no collective of torch's runs between them.
 
 from __future__ import annotations
 
+from collections.abc import Container
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,16 +27,18 @@ from zpp_lab.engines.fsdp.base import own_rows
 from zpp_lab.engines.fsdp.mesh import Ranks
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.models.cut import ROWS, PartLlama, cut_dim, map_state, part_state
+from zpp_lab.models.stages import stage_state
 from zpp_lab.runs.checkpoint.read import Rows, State
 
 
 def cell_of(cluster: ClusterConfig, device: torch.device) -> Ranks | None:
     """Return the ranks of this one's cell, with the mesh that FSDP2 shards over; None where they
     are all."""
-    if cluster.tp == 1:
+    if not cluster.split:
         return None
-    shape = cluster.dp.nodes, cluster.dp.gpus_per_node, cluster.tp
-    names = ("nodes", "gpus", "tp")
+    axes = {"node": "nodes", "gpu": "gpus"}
+    names = tuple(axes.get(axis, axis) for axis in cluster.axes)
+    shape = tuple(cluster.axes.values())
     found = Ranks.pick(init_device_mesh(device.type, shape, mesh_dim_names=names), None)
     assert list(found.ranks) == cluster.members(CELL, dist.get_rank())
     return found
@@ -51,8 +55,8 @@ class OwnPart(Parts):
         ranks = cluster.members({"tp"}, dist.get_rank())
         among = ProcessGroups(ClusterConfig(1, cluster.tp), watchdog, ranks)
         super().__init__(plan.parts, clock, Ledger(), among)
-        self.reader, self.part = dist.get_rank() // cluster.tp, among.rank
-        self.world, self.tp, self.shards = cluster.world, cluster.tp, plan.recipe.shards
+        self.reader, self.part = reader_of(cluster), among.rank
+        self.world = cluster.readers * cluster.tp  # of this stage
         every = [p for unit in plan.units for p in unit.unit.parameters]
         self.shared = {p.name: p.shard_numel for p in every if p.parts == 1}
         model.join((model,), self)
@@ -83,9 +87,38 @@ class OwnPart(Parts):
         """Return the gradients whose squares this rank adds to the norm."""
         return {n: g for n, g in grads.items() if self.part == 0 or n not in self.shared}
 
+    def every(self, cell: Bytes) -> Bytes:
+        """Return what all ranks have sent, where those of a cell sent `cell`. LedgerError where
+        parts exchanged something else than planned."""
+        ledger = self.ledger
+        ledger.step = {wire: sent * self.world for wire, sent in ledger.step.items()}
+        planned = leg_bytes(self.plan.legs())
+        ledger.check(planned)
+        add_bytes(planned, cell, self.tp)
+        return planned
+
+
+def reader_of(cluster: ClusterConfig) -> int:
+    """Return this rank's place in its cell."""
+    rank = dist.get_rank()
+    return cluster.members(CELL, rank).index(rank)
+
+
+class Regions:
+    """Where a rank's state lies in the whole model's, with tensor parts or stages. names: of the
+    whole model's parameters; parts: what tensor parts exchange."""
+
+    def __init__(
+        self, cluster: ClusterConfig, plan: Plan, own: Container[str], parts: OwnPart | None
+    ) -> None:
+        self.tp, self.part = cluster.tp, cluster.place(dist.get_rank())["tp"]
+        self.reader, self.shards, self.parts = reader_of(cluster), plan.recipe.shards, parts
+        self.staged, self.own = cluster.pp > 1, own
+        self.names = {p.name for unit in plan.units for p in unit.unit.parameters}
+
     def to_save(self, state: State) -> State:
         """Return what this rank writes of its cell's state: rows of whole tensors."""
-        with self.uncounted():
+        with self.parts.uncounted() if self.parts is not None else nullcontext():
             return map_state(state, self._saved)
 
     def to_read(self, state: State) -> State:
@@ -93,15 +126,17 @@ class OwnPart(Parts):
         return map_state(state, self._region)
 
     def of_whole(self, state: State) -> State:
-        """Return this part's share of the whole model's state."""
-        return part_state(state, self.tp, self.part)
+        """Return this rank's share of the whole model's state."""
+        return stage_state(part_state(state, self.tp, self.part), self.own)
 
     def _region(self, name: str, tensor: Tensor) -> Any:
+        writes = self.reader < self.shards
         if not isinstance(tensor, DTensor):
-            return tensor
-        shape, own, reader = tuple(tensor.shape), local(tensor), self.reader
-        first, _ = own_rows(shape, self.shards, reader % self.shards)
-        dim, writes = cut_dim(name) if len(shape) > 1 else None, reader < self.shards
+            writes = self.reader == self.part == 0
+            return Rows((), 0, tensor.view(1), writes=writes) if self.staged else tensor
+        shape, own = tuple(tensor.shape), local(tensor)
+        first, _ = own_rows(shape, self.shards, self.reader % self.shards)
+        dim = cut_dim(name) if len(shape) > 1 and self.tp > 1 else None
         if dim is None:
             return Rows(shape, first, own, writes=writes and self.part == 0)
         whole = tuple(n * self.tp if i == dim else n for i, n in enumerate(shape))
@@ -115,19 +150,10 @@ class OwnPart(Parts):
         region = self._region(name, tensor)
         if not isinstance(region, Rows) or region.columns is None or not region.numel():
             return region
-        (every,) = self.raw(f"{name}, to be saved", [region.tensor.contiguous()])
+        assert self.parts is not None
+        (every,) = self.parts.raw(f"{name}, to be saved", [region.tensor.contiguous()])
         rows = every.transpose(0, 1).flatten(1, 2)
         each = -(-len(rows) // self.tp)
         low, high = (min(len(rows), each * n) for n in (self.part, self.part + 1))
         own = rows[low:high].contiguous()
         return Rows(region.shape, region.first + low, own, writes=region.writes)
-
-    def every(self, cell: Bytes) -> Bytes:
-        """Return what all ranks have sent, where those of a cell sent `cell`. LedgerError where
-        parts exchanged something else than planned."""
-        ledger = self.ledger
-        ledger.step = {wire: sent * self.world for wire, sent in ledger.step.items()}
-        planned = leg_bytes(self.plan.legs())
-        ledger.check(planned)
-        add_bytes(planned, cell, self.tp)
-        return planned

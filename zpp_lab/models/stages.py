@@ -29,8 +29,9 @@ def last_blocks(layers: int, stages: int) -> dict[int, int]:
     return {blocks_of(layers, stages, s)[-1]: s for s in range(stages - 1)}
 
 
-def check_stages(cfg: ModelConfig, stages: int) -> None:
-    """ValueError, naming the setting, where this model has no such stages."""
+def check_stages(cfg: ModelConfig, pp: int, chunks: int) -> None:
+    """ValueError, naming the setting, where this model has not so many stages, `chunks` a rank."""
+    stages = pp * chunks
     for ok, what in (
         (cfg.name == "llama", f"model.name={cfg.name}: use model.name=llama"),
         (not cfg.tied_head, "model.tied_head=true, as both ends would have it: use false"),
@@ -39,7 +40,7 @@ def check_stages(cfg: ModelConfig, stages: int) -> None:
         (cfg.layers >= stages, f"model.layers={cfg.layers}: use {stages} or more"),
     ):
         if not ok:
-            raise ValueError(f"cluster.pp: {stages} stages are not built for {what}")
+            raise ValueError(f"cluster.pp={pp}: {stages} stages are not built for {what}")
 
 
 class _Staged(Llama):
@@ -98,7 +99,6 @@ def build_stage(
 ) -> StageLlama | StagePart:
     """Build the stages `own` of so many, of one of `tp` tensor parts, on the meta device."""
     vocab = rows_of_vocabulary(cfg, vocab_size)
-    check_stages(cfg, stages)
     with torch.device("meta"):
         if tp > 1:
             check_cut(cfg, vocab, tp)

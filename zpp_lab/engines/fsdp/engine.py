@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -42,11 +42,11 @@ from zpp_lab.engines.fsdp.resident import ByUnit, Masters, Resident
 from zpp_lab.engines.fsdp.rollout import all_agree, rolled_bytes, rolling, rollout_traffic
 from zpp_lab.engines.fsdp.sent import Sent
 from zpp_lab.engines.fsdp.state import EngineState
-from zpp_lab.engines.fsdp.watch import RankWatch, merged_telemetry, refuse
+from zpp_lab.engines.fsdp.watch import RankWatch, merged_telemetry, refuse, telemetry_of_all
 from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
 from zpp_lab.engines.optim.build import adamw, set_rate
 from zpp_lab.engines.optim.shards import local
-from zpp_lab.engines.parts import OwnPart, cell_of
+from zpp_lab.engines.parts import OwnPart, Regions, cell_of
 from zpp_lab.engines.rollout import Policy, captures, check_mark, eager
 from zpp_lab.engines.units import ROOT, far_names, named_units, with_root
 from zpp_lab.engines.watch import gathered_in_vain, unit_not_finite
@@ -54,6 +54,9 @@ from zpp_lab.models.loss import counted, token_scores
 from zpp_lab.models.objective import objective
 from zpp_lab.models.start import Start, fill, materialize
 from zpp_lab.runs.checkpoint.read import Ranks, Saved
+
+if TYPE_CHECKING:
+    from zpp_lab.engines.stages import OwnStages
 
 
 class FsdpEngine(Engine):
@@ -84,7 +87,9 @@ class FsdpEngine(Engine):
         self.part = self.rank % self.shards  # which shard of every parameter is this rank's
         self.plans = plans_by_step(plan, config)
         part = getattr(model, "part", 0)  # of the tensor parts
-        own = {f: p.cell(part) if p.parts else p for f, p in self.plans.items()}
+        stage = config.cluster.place(dist.get_rank())["pp"]
+        self.owns = {first: each.stage(stage) for first, each in self.plans.items()}
+        own = {f: p.cell(part) if p.parts else p for f, p in self.owns.items()}
         self.base = FrozenBase(model, plan)
         self.residence = Residence.of(config)
         self.far = far_names(plan, self.residence)
@@ -103,7 +108,8 @@ class FsdpEngine(Engine):
             ranks=cell_of(config.cluster, device),
         )
         watchdog = self.transport.watchdog
-        self.parts = OwnPart.joined(model, plan, config.cluster, self.wrapped.clock, watchdog)
+        staged = self.owns[0]
+        self.parts = OwnPart.joined(model, staged, config.cluster, self.wrapped.clock, watchdog)
         # gradients that go to host memory go as soon as they are reduced
         self.wrapped.under_way.open = not (self.residence.gradients or self.residence.by_unit)
         building.done("sharding")
@@ -131,6 +137,9 @@ class FsdpEngine(Engine):
         self.kept = Kept(self.wrapped.installed, self.parameters, group, low)
         self.optimizer = adamw(self.parameters, config.optimization, config.seed, self.far, low)
         self.resident = self._resident()
+        split, regions = config.cluster.split, None
+        if split:
+            regions = Regions(config.cluster, plan, self.parameters, self.parts)
         self.state = EngineState(
             self.wrapped,
             self.parameters,
@@ -138,8 +147,13 @@ class FsdpEngine(Engine):
             self.kept,
             self.optimizer,
             self.base,
-            self.parts,
+            regions,
         )
+        self.stages: OwnStages | None = None
+        if plan.pipe is not None:
+            from zpp_lab.engines.stages import OwnStages  # loads torch's pipelines
+
+            self.stages = OwnStages(model, plan, config, self.wrapped)
         static = bool(getattr(model, "same_every_step", False))
         graph = config.engine.graph, obstacle(device, self.residence, static)
         self.graph = StepGraph(self._passes, self.wrapped, self.transport, *graph)
@@ -176,7 +190,9 @@ class FsdpEngine(Engine):
         if self.wrapped.enter(done):
             self.plan, self.memories = self.plans[self.wrapped.phase], self.wrapped.memories
             if self.parts is not None:
-                self.parts.follow(self.plan.parts)
+                self.parts.follow(self.owns[self.wrapped.phase].parts)
+            if self.stages is not None:
+                self.stages.pipe.follow(self.plan.pipe)
             self.sent.settled = None
             self.graph.restart()
 
@@ -243,9 +259,13 @@ class FsdpEngine(Engine):
         errors = None
         if watch and watch.errors:
             watch.errors.drop(gathered_in_vain(self.plan, use.passes))
-            errors = merged_telemetry(watch.errors, self.device)
+            staged = self.stages is not None
+            errors = telemetry_of_all(watch.errors) if staged else None
+            errors = errors if staged else merged_telemetry(watch.errors, self.device)
         if self.parts is not None:
             sent = self.parts.every(sent)
+        if self.stages is not None:
+            sent = self.stages.every(sent, self.owns[self.wrapped.phase], self.plan)
         self.enter(step + 1)
         laps.done("waiting")
         return StepResult(loss, length, sent, errors, laps.seconds)
@@ -287,6 +307,10 @@ class FsdpEngine(Engine):
         self.vain.clear()
         self.wrapped.under_way.forget()
         self.clock.step, self.clock.grad, self.clock.master = step, True, False
+        if self.stages is not None:
+            losses = self.stages.run([self._on_device(b) for b in batches], self.plan, watch)
+            self.laps.done("forward and backward")
+            return losses, StepUse(self.plan.all_used().passes, self._reduced())
         for micro in range(micros):
             last = micro == micros - 1
             self.clock.micro, self.clock.last = micro, last
@@ -339,18 +363,19 @@ class FsdpEngine(Engine):
         self, losses: Tensor, grads: dict[str, Tensor], summed: frozenset[str], odd: str | None
     ) -> tuple[Tensor, Tensor]:
         """Losses fp64 [micro-steps, W], and the norm: alike on all ranks."""
-        tp, mine = self.config.cluster.tp, self.parts.counted(grads) if self.parts else grads
+        cluster, mine = self.config.cluster, self.parts.counted(grads) if self.parts else grads
         own = torch.cat((losses, self.resident.squares(mine, summed).view(1)))
         if odd:
             own.fill_(math.nan)  # so that no rank updates anything
-        world = tp * self.cluster.world
-        every = torch.empty(world, own.numel(), dtype=own.dtype, device=self.device)
+        every = torch.empty(cluster.world, own.numel(), dtype=own.dtype, device=self.device)
         with self.transport.watched("losses and gradient norm (world)", self.device):
             all_gather(every.view(-1), own)
-        norm = total_norm(every[: tp * self.shards, -1])
+        stages = [cluster.stage(s) for s in range(cluster.pp)]
+        first = [rank for ranks in stages for rank in ranks[: cluster.tp * self.shards]]
+        norm = total_norm(every[first, -1])
         if self.shards < self.cluster.world:  # others have the same, unless one is not finite
-            norm = norm + 0 * every[tp * self.shards :, -1].sum()
-        return every[::tp, :-1].t().contiguous(), norm  # all parts of a reader have the same
+            norm = norm + 0 * every[:, -1].sum()
+        return every[stages[-1][:: cluster.tp], :-1].t().contiguous(), norm
 
     def _read(self, *scalars: Tensor) -> Callable[[], list[float]]:
         """Start to copy scalars; returns the step's one wait for the device, for when everything
@@ -415,7 +440,10 @@ class FsdpEngine(Engine):
         """The step is a pure function of the state: run it again and look at every value. No rank
         may stop half-way, so findings are collected and compared at the end."""
         self.optimizer.zero_grad(set_to_none=True)
-        order = {name: i for i, name in enumerate(self.parameters)}
+        names = list(self.parameters)
+        if self.stages is not None:
+            names = [p.name for unit in self.plan.units for p in unit.unit.parameters]
+        order = {name: i for i, name in enumerate(names)}
         watch = self._watch(step, order=order, check=True)
         self._gradients(step, batches, watch)
         watch.means({} if self.wrapped.installed else self.resident.grads())
@@ -480,16 +508,22 @@ class FsdpEngine(Engine):
         for i in range(rounds):
             batch = todo[min(i * world + self.rank, len(todo) - 1)]
             self.usage.start()
+            there = self._on_device(batch[:2])
             with self.parts.uncounted() if self.parts else nullcontext():
-                scores = token_scores(self.model, *self._on_device(batch[:2]))
+                if self.stages is not None:
+                    scores = self.stages.scores(there)
+                else:
+                    scores = token_scores(self.model, *there)
             self.prefetch.settle(self.usage)
             own[i, :, : scores.shape[1]] = scores
         self.model.train()
         self.wrapped.reshard()
         self.clock.master = False
-        every = torch.empty(world, *own.shape, dtype=own.dtype, device=self.device)
+        cluster = self.config.cluster  # of which the last stage has them
+        every = torch.empty(cluster.world, *own.shape, dtype=own.dtype, device=self.device)
         with self.transport.watched("held-out losses (world)", self.device):
-            all_gather(every.view(-1), own.view(-1), group=self.transport.group)
+            all_gather(every.view(-1), own.view(-1))
+        every = every[cluster.stage(cluster.pp - 1)[:: cluster.tp]]
         in_order = every.transpose(0, 1).flatten(0, 1).cpu()
         return torch.cat([row[:, :size] for row, size in zip(in_order, sizes, strict=False)], 1)
 

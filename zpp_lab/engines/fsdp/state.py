@@ -23,7 +23,7 @@ from zpp_lab.engines.optim.build import (
     zero_state,
 )
 from zpp_lab.engines.optim.shards import local
-from zpp_lab.engines.parts import OwnPart
+from zpp_lab.engines.parts import Regions
 from zpp_lab.runs.checkpoint.read import Saved
 
 State = dict[str, Any]
@@ -40,11 +40,12 @@ class EngineState:
         kept: Kept,
         optimizer: AdamW,
         base: FrozenBase,
-        parts: OwnPart | None = None,
+        regions: Regions | None = None,
     ) -> None:
         self.wrapped, self.parameters, self.kept = wrapped, parameters, kept
         self.masters, self.optimizer, self.base = masters, optimizer, base
-        self.parts = parts
+        self.regions = regions
+        self.names = regions.names if regions is not None else set(parameters)
         self.rank, self.shards = wrapped.memories.ranks[0], wrapped.plan.recipe.shards
 
     def updates(
@@ -72,7 +73,7 @@ class EngineState:
         """Sharded weights (DTensors), and the optimizer's state, both by parameter name."""
         base = {"base": dict(self.base.marks)} if self.base.marks else {}
         state = self._now(self.kept.state()) | base
-        return self.parts.to_save(state) if self.parts is not None else state
+        return self.regions.to_save(state) if self.regions is not None else state
 
     def _now(self, kept: Mapping[str, DTensor]) -> State:
         memories, group = self.wrapped.memories.state(), self.kept.group
@@ -87,11 +88,11 @@ class EngineState:
     def load(self, state: State, device: torch.device) -> None:
         """Take sharded or whole tensors by name, of this model on any cluster. ValueError when they
         are another model's."""
-        differing = sorted(set(self.parameters) ^ set(state["weights"]))
+        differing = sorted(self.names ^ set(state["weights"]))
         if differing:
             raise ValueError(f"the checkpoint is of another model; {differing[0]} differs")
-        if self.parts is not None:
-            state = self.parts.of_whole(state)
+        if self.regions is not None:
+            state = self.regions.of_whole(state)
         check_marks(self.base.marks, state.get("base", {}))
         kept = state["optimizer"]
         dtypes = {k: {n: t.dtype for n, t in named.items()} for k, named in kept.items()}
@@ -121,17 +122,21 @@ class EngineState:
         """Read this rank's part of a checkpoint for which `make_room` has been called."""
         state, there = self._now(self.kept.remembered()), saved.kept_names
         state["kept"] = {n: t for n, t in state.get("kept", {}).items() if n in there}
-        into = self.parts.to_read(state) if self.parts is not None else state
+        into = self.regions.to_read(state) if self.regions is not None else state
         agreed(lambda: saved.read_into(into))
         self.kept.loaded(there)
 
     def make_room(self, saved: Saved, memories: Iterable[str] | None, device: torch.device) -> None:
         """Check that a checkpoint fits this run, and make the optimizer's states and memories."""
-        differing = sorted(set(self.parameters) ^ set(saved.shapes))
+        differing = sorted(self.names ^ set(saved.shapes))
         if differing:
             raise ValueError(f"{saved.path} is of another model; {differing[0]} differs")
         check_marks(self.base.marks, saved.marks)
-        states = saved.states()
+        others = self.names - self.parameters.keys()  # in other stages
+        states = {
+            key: {n: dtype for n, dtype in named.items() if n not in others}
+            for key, named in saved.states().items()
+        }
         check_state(self.optimizer, self.parameters, states)
         self._make_optimizer_state(states.get("step", {}))
         own = set(saved.memories() if memories is None else memories)
