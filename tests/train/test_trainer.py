@@ -69,7 +69,16 @@ PARTS = (
 )
 
 
-@pytest.mark.parametrize("settings", [("recipe=qsdp",), PARTS], ids=["whole", "tensor parts"])
+STAGES = (
+    *("recipe=zero3", "recipe.stage=2", "cluster=1x4", "cluster.pp=2", "train.micro_steps=2"),
+    "model.layers=2",
+    *("recipe.acts_pipe.bits=4", "recipe.acts_pipe.rounding=stochastic", "recipe.grads.bits=8"),
+)
+
+
+@pytest.mark.parametrize(
+    "settings", [("recipe=qsdp",), PARTS, STAGES], ids=["whole", "tensor parts", "stages"]
+)
 def test_resume_equals_an_undisturbed_run(settings: tuple[str, ...], tmp_path: Path) -> None:
     whole = small(tmp_path, *settings, f"run.dir={tmp_path / 'whole'}")
     run(whole)
