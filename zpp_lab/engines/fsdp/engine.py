@@ -162,7 +162,7 @@ class FsdpEngine(Engine):
 
     def _resident(self) -> Resident:
         modules: Any = dict(self.wrapped.by_name)
-        where = modules, self.parameters, self.plan, self.clock, self.device
+        where = modules, self.parameters, self.owns[0], self.clock, self.device
         if not self.residence.by_unit:
             reduces = () if self.residence.offloads else self.wrapped.reduces
             changed = self.parts.shared if self.parts is not None else ()
@@ -259,9 +259,10 @@ class FsdpEngine(Engine):
         errors = None
         if watch and watch.errors:
             watch.errors.drop(gathered_in_vain(self.plan, use.passes))
-            staged = self.stages is not None
-            errors = telemetry_of_all(watch.errors) if staged else None
-            errors = errors if staged else merged_telemetry(watch.errors, self.device)
+            if self.stages is None:
+                errors = merged_telemetry(watch.errors, self.device)
+            else:
+                errors = telemetry_of_all(watch.errors)
         if self.parts is not None:
             sent = self.parts.every(sent)
         if self.stages is not None:
@@ -310,7 +311,8 @@ class FsdpEngine(Engine):
         if self.stages is not None:
             losses = self.stages.run([self._on_device(b) for b in batches], self.plan, watch)
             self.laps.done("forward and backward")
-            return losses, StepUse(self.plan.all_used().passes, self._reduced())
+            used = StepUse(self.plan.all_used().passes, self._reduced())
+            return losses, used, self.resident.end()
         for micro in range(micros):
             last = micro == micros - 1
             self.clock.micro, self.clock.last = micro, last
