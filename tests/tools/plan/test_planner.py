@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from zpp_lab.cli.main import main
 from zpp_lab.config.compose import compose
+from zpp_lab.config.load import written
 from zpp_lab.tools.plan import planner
+from zpp_lab.tools.plan.cost.machine import Bus, load_machine
 from zpp_lab.train.memory.advice import advise
 from zpp_lab.train.memory.buffers import GIB
 from zpp_lab.train.memory.outlook import Outlook
@@ -135,3 +139,27 @@ def test_without_figures_of_the_bus_there_is_no_step_time(capsys) -> None:
     assert (code, found["time"]["links"]) == (0, {})
     assert main(["plan", *words, "--machine", "h200"]) == 0
     assert "bench calibrate" in capsys.readouterr().out
+
+
+def test_a_placement_is_explained(capsys, tmp_path: Path) -> None:
+    bus = Bus(to_device=50e9, to_host=50e9, both=90e9, pin_s_per_gib=0.5)
+    path = tmp_path / "placed.json"
+    replace(load_machine("h200"), bus=bus).save(path)
+    words = [*LARGE, *BF16, "engine=fsdp", "recipe=zero3", "cluster.nodes=1", "train.batch_size=1"]
+    words += ["cluster.gpus_per_node=1", "train.masters=split", "engine.place=auto"]
+    words = [word for word in words if word != "cluster=1x4"]
+    memory = ["--gpu-gib", "18", "--machine", str(path)]
+    code, found = planned(capsys, *words, "engine.host_gib=64", *memory)
+    assert code == 0
+    assert found["units_in_host_memory"] == found["place"]
+    assert 0 < found["host"] <= found["host_limit"] < 64 * GIB
+    assert found["peak"] <= found["device"] * 15 / 16
+    assert found["deepest"]["parameters"] >= found["parameters"]
+    (time,) = found["time"]["links"].values()
+    assert time["bus_s"] > 0
+    assert time["flush_s"] > 0
+    assert main(["plan", *words, *memory]) == 0
+    shown = "".join(capsys.readouterr().out.split())
+    assert "engine.host_gib" in shown  # as nobody has said how much there is
+    assert f"engine.place={written(found['place'])}" in shown
+    assert f"{found['deepest']['layers']}layers" in shown
