@@ -1,6 +1,6 @@
 # Steps of models larger than the GPU, beside DeepSpeed's ZeRO-Offload and FSDP2's CPUOffloadPolicy:
 #   CALL=600 bash experiments/beyond/run.sh OUT [PART...]
-# Parts (6_7b without any), each a call of its own where a machine's time is short: 6_7b 13b largest
+# Parts (6_7b without any), each a call where a machine's time is short: build 6_7b 13b largest
 #   largest_by_unit largest_deepspeed
 # One GPU; wheels from ../deepspeed/wheels.sh lie in .whl-ds where DeepSpeed is not installed. Each
 # part writes OUT/PART.json. GPU_GIB: what every arm may allocate there; HOST_GIB: what the machine
@@ -16,6 +16,9 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(nproc)}" NCCL_NVLS_ENABLE=0
 # registering pages that eight threads touched takes a third of the time of torch's usual pinning
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8
 mkdir -p "$out" runs/beyond
+built=${TORCH_EXTENSIONS_DIR:-$HOME/.cache/torch_extensions}
+mkdir -p "$built"
+find "$built" -name lock -delete  # of a build that was killed, for which later ones would wait
 small=()
 if nvidia-smi > /dev/null 2>&1; then
   TORCH_CUDA_ARCH_LIST=$(python3 -c "import torch; print('%d.%d' % torch.cuda.get_device_capability())")
@@ -51,6 +54,7 @@ for part in "$@"; do
       arms "$part" compute,by_unit model=32_5b "model.layers=${SIZE:-54}" ;;
     largest_deepspeed)  # 6_7b's width
       arms "$part" deepspeed_unpinned model=6_7b "model.layers=${SIZE:-36}" ;;
+    build) ;;  # all that the others build first
     *) echo "no part $part" ;;
   esac
   packed "$out/logs.tar.gz" runs beyond
