@@ -25,6 +25,7 @@ from zpp_lab.engines.fsdp.engine import FsdpEngine
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.runs.checkpoint.read import Saved
+from zpp_lab.train.memory.estimate import passes_under_way
 
 BF16 = {"param_dtype": "bf16"}
 ACTS8 = {"acts": {"bits": 8, "block_size": 32}}
@@ -129,7 +130,7 @@ def compare(shape: Shape, cases: list[str]) -> dict[str, str]:
 
 FAST: dict[Shape, tuple[str, ...]] = {
     (1, 2, 1, 2): ("raw", "pipe8"),
-    (2, 2, 1, 2): ("mixed", "interleaved_last"),
+    (2, 2, 1, 2): ("mixed", "interleaved_last", "states"),
 }
 SLOW: dict[Shape, tuple[str, ...]] = {
     (1, 2, 1, 2): ("raw", "raw_bf16", "pipe8", "pipe8_fp32", "sham", "hadamard", "recomputed"),
@@ -163,9 +164,23 @@ def test_every_real_case_has_the_virtual_ones_bits(shape: Shape) -> None:
 
 
 def seen(shape: Shape, case: str) -> dict[str, bool]:
-    """Whether the pipeline's group sent in a step what the ledger says. Each check by name."""
+    """Whether the pipeline's group sent in a step what the ledger says, and no more passes are
+    under way than the estimate of memory counts. Each check by name."""
     engine, sent = real(case, shape), Counter[str]()
-    assert engine.stages is not None
+    stages = engine.stages
+    assert stages is not None
+    forward, after = stages.forward, stages.after_backward
+
+    def begun(*args: Any) -> Tensor:
+        sent["now"] += 1
+        sent["most"] = max(sent["most"], sent["now"])
+        return forward(*args)
+
+    def ended(*args: Any) -> None:
+        sent["now"] -= 1
+        after(*args)
+
+    stages.forward, stages.after_backward = begun, ended  # type: ignore[method-assign]
     group, send = engine.stages.group, dist.ProcessGroup.send
 
     def counting(self: Any, tensors: list[Tensor], *args: Any) -> Any:
@@ -181,7 +196,11 @@ def seen(shape: Shape, case: str) -> dict[str, bool]:
     own = sum(engine.stages.pipe.ledger.step[ACTS_PIPE])
     total: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(total, sent["bytes"])
+    counted = passes_under_way(engine.config, stages.pipe.plan.ranks, stages.place)
+    fits: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(fits, sent["most"] == counted)
     return {
+        "passes": all(fits),
         "own": sent["bytes"] == own == sum(engine.plan.pipe.own(engine.stages.place)),  # type: ignore[union-attr]
         "all": sum(total) == sum(found[ACTS_PIPE]),
         "payloads": sent["fp32"] == sent["calls"] > 0,
@@ -189,7 +208,7 @@ def seen(shape: Shape, case: str) -> dict[str, bool]:
     }
 
 
-@pytest.mark.parametrize("case", ["mixed", "interleaved"])
+@pytest.mark.parametrize("case", ["mixed", "gpipe", "interleaved"])
 def test_the_group_saw_the_bytes_of_ledger_and_plan(case: str) -> None:
     said = run_world(4, seen, (2, 2, 1, 2), case)
     assert all(said.values()), said

@@ -13,6 +13,8 @@ from zpp_lab.config.recipe import SHARDED
 from zpp_lab.config.wires import ACTS_PIPE, WIRES
 from zpp_lab.engines.build import check_engine, plan_of
 from zpp_lab.engines.virtual.engine import VirtualEngine
+from zpp_lab.train.memory.buffers import Estimate
+from zpp_lab.train.memory.estimate import estimate
 
 PIPE8 = {"stage": 2, "acts_pipe": {"bits": 8, "block_size": 32}}
 MIXED = {
@@ -116,6 +118,8 @@ def test_a_run_goes_on_from_its_state_and_any_number_of_stages_reads_it() -> Non
         ({"stage": 2}, {"micro_steps": 1}, "train.micro_steps=1"),
         ({"stage": 2}, {"engine": {"schedule": "interleaved"}, "micro_steps": 5}, "micro_steps=5"),
         ({"stage": 2}, {"optimizer_state": "8bit"}, "train.optimizer_state"),
+        ({"stage": 2}, {"engine": {"place": "host"}}, "engine.place"),
+        ({"stage": 2}, {"clip_by": "unit", "micro_steps": 1}, "train.clip_by"),
         ({"stage": 2}, {"param_dtype": "bf16", "masters": "split"}, "train.masters"),
         ({"stage": 2, "acts_forward": {"bits": 8}}, {}, "recipe.acts_forward"),
     ],
@@ -133,3 +137,27 @@ def test_settings_of_stages_that_are_not_there_are_named() -> None:
         configured((1, 4, 2), PIPE8)
     with pytest.raises(ValueError, match=r"engine\.schedule"):
         configured((1, 2, 1), {}, engine={"schedule": "gpipe"})
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def gib(shape: Shape, kind: str, micros: int) -> Estimate:
+    *parts, pp = shape
+    more: dict[str, Any] = {"model": {"layers": 8, "dim": 256, "ffn": 512}, "cluster": {"pp": pp}}
+    more |= {"engine": {"name": "fsdp"} | ({"schedule": kind} if pp > 1 else {})}
+    config = configured(tuple(parts), {"stage": 2}, micro_steps=micros, **more)  # type: ignore[arg-type]
+    return estimate(plan_of(config), config, 256)
+
+
+def test_memory_is_that_of_a_stage_and_of_the_micro_steps_under_way() -> None:
+    one, two = gib((1, 2, 1, 1), "1f1b", 8), gib((1, 4, 1, 2), "1f1b", 8)
+    masters = [each.item("master weights, fp32").most for each in (one, two)]
+    assert masters[1] == pytest.approx(masters[0] / 2, rel=0.05)
+    other = "activations of other micro-steps"
+    few, many = two.item(other).most, gib((1, 4, 1, 2), "gpipe", 8).item(other).most
+    assert many == 7 * few == 7 * two.item("activations").nbytes["loss"]
+    payloads = gib((1, 4, 1, 2), "1f1b", 16).item("payloads of stages").most
+    assert payloads == 2 * two.item("payloads of stages").most > 0
+    with pytest.raises(ValueError, match=r"cluster\.tp=2"):
+        gib((1, 4, 2, 2), "1f1b", 8)

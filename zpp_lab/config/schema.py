@@ -424,9 +424,9 @@ class Config:
             (not self.engine.offload, "engine.offload=true: use engine.place=host"),
             (not far, f"engine.place={place}: leave gradients out, as none is stored"),
             (
-                self.cluster.tp == 1,
-                f"cluster.tp={self.cluster.tp}: tensor parts add up gradients after they have "
-                "landed; use cluster.tp=1",
+                not self.cluster.split,
+                f"{self.cluster.split}: tensor parts add up gradients after they have landed, and "
+                "stages run several passes at a time; use cluster.tp=1 and cluster.pp=1",
             ),
             (
                 not self.recipe.kept,

@@ -85,8 +85,8 @@ class VirtualEngine(Engine):
         self.used: dict[int, PassUse] = {}  # the last step's micro-steps, the same on all ranks
         self.reduced: list[frozenset[str]] = []  # who had a gradient in its reductions
         self.rolled: Bytes = {}  # of rollouts since the last step
-        every = [name for cell in self.cells[:: self.tp] for name in cell.weights]
-        self.names = list(dict(model.named_parameters())) if self.pipe is None else every
+        planned = [p.name for unit in plan.units for p in unit.unit.parameters]
+        self.names = planned if self.pipe is not None else list(dict(model.named_parameters()))
         whole = [n for n in self.names if cut_dim(n) is None] if self.parts else []
         self.shared = frozenset(whole)  # parameters that all tensor parts have
         self._make_passes()
@@ -94,8 +94,8 @@ class VirtualEngine(Engine):
     def _cell(self, weights: dict[str, nn.Parameter], stage: int, part: int) -> Cell:
         plans = {first: plan.stage(stage) for first, plan in self.plans.items()}
         if self.pipe is not None:
-            own = [p.name for u in plans[0].units for p in u.unit.parameters]
-            weights = {name: weights[name] for name in own}
+            own = {p.name for u in plans[0].units for p in u.unit.parameters}
+            weights = {name: p for name, p in weights.items() if name in own}
         if self.parts is not None:
             plans = {first: plan.cell(part) for first, plan in plans.items()}
         return Cell(weights, plans, self.config)

@@ -18,7 +18,7 @@ from zpp_lab.collectives.plan import Plan
 from zpp_lab.config.compose import compose
 from zpp_lab.config.load import written
 from zpp_lab.config.schema import Config, RecipeConfig
-from zpp_lab.config.wires import INTER, INTRA
+from zpp_lab.config.wires import INTER, INTRA, WIRES
 from zpp_lab.engines.build import plan_of
 from zpp_lab.engines.units import is_untouched
 from zpp_lab.files import percents
@@ -142,7 +142,9 @@ def _host_memory(config: Config, gpu_gib: float | None) -> int | None:
 
 def gap_of(outlook: Outlook) -> law.Prediction | None:
     """Return what the recipe's bits will cost; None where it has none, or the law says nothing."""
-    if outlook.phases or not any(outlook.plan.quantized_share().values()):
+    shares = outlook.plan.quantized_share()
+    acts = any(share for wire, share in shares.items() if WIRES[wire].carries == "activations")
+    if outlook.phases or acts or not any(shares.values()):
         return None
     return law.predicted(outlook.config, outlook.plan)
 

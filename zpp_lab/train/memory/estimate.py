@@ -17,14 +17,14 @@ from typing import Literal
 from zpp_lab.codecs.errors import AT_ONCE
 from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.codecs.layout import Parameter
-from zpp_lab.collectives.plan import Plan, UnitPlan
+from zpp_lab.collectives.plan import Plan, Unit, UnitPlan
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config, Plane
 from zpp_lab.engines.norm import square_bytes
 from zpp_lab.engines.optim import BATCH, SCRATCH, SPLITTING, StateKind, state_bytes
 from zpp_lab.engines.optim.host import STAGE, STREAMS, pinned_bytes, pinned_state_bytes
-from zpp_lab.engines.units import far_names, is_untouched
+from zpp_lab.engines.units import ROOT, far_names, is_untouched
 from zpp_lab.models.lora import A as LORA_A
 from zpp_lab.models.loss import heldout_size
 from zpp_lab.train.memory.activations import FP32, Activations
@@ -54,14 +54,60 @@ SUMMING = (
 
 
 def estimate(plan: Plan, config: Config, vocab: int) -> Estimate:
-    """Estimate what each rank of `plan`'s cluster holds on engine=fsdp with one GPU a rank.
-    ValueError for a model of transformers whose code does not run on shapes alone, and for tensor
-    parts and stages."""
-    if config.cluster.split:
+    """Estimate what each rank of `plan`'s cluster holds on engine=fsdp with one GPU a rank; of
+    stages, those of the one that needs most. ValueError for a model of transformers whose code does
+    not run on shapes alone, and for tensor parts."""
+    if config.cluster.tp > 1:
         raise ValueError(
-            f"{config.cluster.split}: no estimate of memory knows tensor parts or stages yet: use "
-            "cluster.tp=1 and cluster.pp=1"
+            f"cluster.tp={config.cluster.tp}: no estimate of memory knows tensor parts yet: use "
+            "cluster.tp=1"
         )
+    if plan.pipe is not None:
+        places = range(plan.pipe.ranks)
+        return max((_of_stage(plan, config, vocab, p) for p in places), key=lambda e: e.peak)
+    return _of_rank(plan, config, vocab)
+
+
+def _of_stage(plan: Plan, config: Config, vocab: int, place: int) -> Estimate:
+    """Estimate ranks of this place in a pipeline: as a model of their blocks alone, with what more
+    micro-steps keep. torch has a buffer for each payload of a step, and weights stay to its end."""
+    own, pipe, chunks = plan.stage(place), plan.pipe, config.engine.chunks
+    assert pipe is not None
+    layers, last = sum(u.unit.blocks for u in own.units), place == pipe.ranks - 1
+    if own.units[-1].unit.name != ROOT:
+        root = Unit(ROOT, (), frozenset(), reshard=False, blocks=0)
+        own = replace(own, units=(*own.units, replace(own.units[0], unit=root)))
+    config = replace(config, model=replace(config.model, layers=layers))
+    found = _of_rank(own, config, vocab if last else 0)
+    kept = found.item("activations").nbytes["loss"]
+    passes = passes_under_way(config, pipe.ranks, place)
+    more = max(0, kept * passes // chunks - kept)
+    weights = found.item("gathered weights").nbytes
+    left: tuple[Moment, ...] = "early sent", "late sent", "root"
+    held = {m: weights["loss"] - weights[m] for m in left}
+    return Estimate(
+        (
+            *found.items,
+            Item("activations of other micro-steps", always(more) | NOT_EVALUATED | {"update": 0}),
+            Item("gathered weights, to the end of a step", moments() | held),
+            Item("payloads of stages", always(sum(pipe.own(place)))),
+        )
+    )
+
+
+def passes_under_way(config: Config, ranks: int, place: int) -> int:
+    """Count the forwards of a rank's stages whose backward is to come, at most, as torch's
+    schedules order them."""
+    micros, chunks = config.train.micro_steps, config.engine.chunks
+    if config.engine.schedule == "gpipe":
+        return micros
+    if chunks == 1:
+        return min(micros, ranks - place)
+    each = micros // max(1, micros // ranks)  # of a round
+    return min(micros * chunks, (chunks - 1) * each + 2 * (ranks - 1 - place) + 1)
+
+
+def _of_rank(plan: Plan, config: Config, vocab: int) -> Estimate:
     shape, held_out = (config.train.batch_size, config.data.seq_len), heldout_shape(config)
     acts = _activations(plan, config, vocab, shape)
     holder = _Rank(plan, config, acts, _activations(plan, config, vocab, held_out))

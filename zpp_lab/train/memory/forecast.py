@@ -64,7 +64,7 @@ def _memory_need(config: Config) -> Needed | None:
 
     if config.engine.name == "virtual":
         return Needed(virtual_bytes(config), at_least=True)
-    if config.engine.name == "deepspeed" or config.cluster.split:  # no estimate knows parts
+    if config.engine.name == "deepspeed" or config.cluster.tp > 1:  # no estimate knows parts
         return None
     return Needed(estimate(plan_of(config), config, vocabulary(config)).peak, each=True)
 
@@ -84,7 +84,7 @@ def _host_bytes(config: Config) -> int | None:
 
     if config.engine.name == "virtual":
         return 2 * virtual_bytes(config)
-    if config.engine.name == "deepspeed" or config.cluster.split:
+    if config.engine.name == "deepspeed" or config.cluster.tp > 1:
         return None
     if config.engine.device != "cpu":
         return estimate(plan_of(config), config, vocabulary(config)).host
