@@ -37,6 +37,7 @@ KINDS = {
     "fp32 moments": SPLIT[:1],
     "fp32 masters": SPLIT[1:],
     "neither": [],
+    "by unit": [*SPLIT, "train.clip_by=unit"],
     "nodes keep weights": [*SPLIT, "recipe=w4_diff", "cluster.nodes=2", "cluster.gpus_per_node=4"],
 }
 
@@ -133,7 +134,8 @@ def test_forecasts_know_what_auto_will_mean() -> None:
     [
         ("neither", ["engine.gpu_gib=80"], "train.masters=split"),
         ("split", ["engine.gpu_gib=30"], r"train\.batch_size=\d+ train\.micro_steps="),
-        ("fp32 moments", ["engine.gpu_gib=48", "engine.host_gib=96"], "optimizer_state=bf16"),
+        ("split", ["engine.gpu_gib=44", "engine.host_gib=64"], r"train\.clip_by=unit"),
+        ("fp32 moments", ["engine.gpu_gib=48", "engine.host_gib=96"], "optimizer_state=8bit"),
         (
             "split",
             ["engine.gpu_gib=24", "model.weights=pretrained", "model.path=FOLDER"],

@@ -309,3 +309,22 @@ def test_moments_that_pass_at_the_end_of_a_step_hide_behind_nothing() -> None:
     settings = compose([*BASE, *words])
     moments = sum(optimizer_bytes(u.unit.parameters, "8bit") for u in plan_of(settings).units)
     assert predict(settings, machine(bus=BUS)).step_s == pytest.approx(2 * moments / 1e6)
+
+
+def test_clipped_by_unit_a_unit_is_updated_once_the_next_one_is_reduced() -> None:
+    one = ["cluster.nodes=1", "cluster.gpus_per_node=1", "train.clip_by=unit"]
+    settings = compose([*BASE[:-1], *one, "recipe=zero3", *PLACED, "engine.place=host"])
+    plan = plan_of(settings)
+    grads = [2 * sum(p.shard_numel for p in u.unit.parameters) for u in plan.units]
+    _, comes = planes(settings)
+    root, first, second, last = (
+        2 * (c - g) / 1e6 for c, g in zip(comes, [grads[-1], *grads[:-1]], strict=True)
+    )
+    found = predict(settings, machine(bus=BUS))
+    assert found.step_s == pytest.approx(root + first + second + last)
+    assert found.flush_s == 0
+    assert "gradients out" not in found.parts
+    block = block_work(plan.units[0], settings).forward
+    slow = machine(compute={"eager": figures.Curve(((block, 100.0),))}, bus=BUS)
+    assert predict(settings, slow).exposed_s == pytest.approx(root + first + second)
+    assert not replays(replace(settings, engine=replace(settings.engine, place="device")))

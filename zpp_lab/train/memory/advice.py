@@ -39,9 +39,14 @@ def advise(outlook: Outlook) -> Iterator[Advice]:
 
     Smaller optimizer states are the first to change what is learnt. State in host memory costs
     time, and is advised where that is enough. The last ones are alternatives: offload costs more
-    time, adapters train less, more ranks cost GPUs.
+    time, clipping by unit is another rule, adapters train less, more ranks cost GPUs.
     """
+    gpu = (
+        outlook.over[0] > 0 or not outlook.auto
+    )  # else host memory lacks, which batches are not in
     for overrides in _cheap(outlook.config, outlook.auto):
+        if overrides[0].startswith("train.batch_size") and not gpu:
+            continue
         tried = _tried(outlook, overrides)
         if tried is not None and sum(tried.over) < sum(outlook.over):
             outlook = tried
@@ -58,6 +63,10 @@ def advise(outlook: Outlook) -> Iterator[Advice]:
     spared = _tried(outlook, offloaded) if not Residence.of(config).offloads else None
     if spared is not None:
         last.append(Advice(offloaded, spared))
+    clipped = ("train.clip_by=unit",)
+    unstored = _tried(outlook, clipped) if config.train.clip_by == "norm" else None
+    if unstored is not None and unstored.fits:
+        last.append(Advice(clipped, unstored))
     last += filter(None, [_adapters(outlook)])
     last += filter(None, [_more_ranks(outlook)])
     for i, one in enumerate(last):
@@ -66,11 +75,12 @@ def advise(outlook: Outlook) -> Iterator[Advice]:
 
 def too_large(outlook: Outlook) -> str:
     """Say by how much a run with engine.place=auto does not fit, and what would."""
-    found, ways = [*advise(outlook)], []
-    same: dict[str, str] = {}  # of several values of a setting the last
-    for one in found:
-        own = {word.partition("=")[0]: word for word in one.overrides}
-        same = own if one.instead else same | own
+    ways = []
+    before: dict[str, str] = {}  # of several values of a setting the last
+    same = before
+    for one in advise(outlook):
+        before = before if one.instead else same
+        same = before | {word.partition("=")[0]: word for word in one.overrides}
         if one.outlook.fits:
             need = one.outlook.estimate
             ways.append(

@@ -12,7 +12,8 @@ new weights while these run.
 
 Then gradients are measured and clipped, AdamW runs and the host reads the loss. New node-replicated
 weights travel at the beginning of a step. With engine.place units are updated there too, each
-before its gather, and gradients leave as they are reduced: a lane of the bus each way.
+before its gather, and gradients leave as they are reduced: a lane of the bus each way. With
+train.clip_by=unit a unit is updated once the next one is reduced.
 
 A prediction is made of tasks on streams, which run in order and share resources (the GPU, a link):
 the stream that has been ready longest goes first. A task is not interrupted.
@@ -164,7 +165,7 @@ def replays(config: Config, own_loop: bool = True) -> bool:
     engine = config.engine
     wanted = engine.graph is True or (engine.graph == "auto" and own_loop)
     residence = Residence.of(config)
-    placed = residence.offloads or residence.waits or residence.gradients > 0
+    placed = residence.offloads or residence.waits or residence.gradients or residence.by_unit
     return wanted and engine.device != "cpu" and not placed
 
 
@@ -247,6 +248,7 @@ class _Step:
         self.fresh: dict[str, int] = {}  # units that are updated, where that waits for a forward
         self.by_unit = False  # whether the norm's pieces follow reductions
         self.normed: int | None = None  # the last piece
+        self.landing: UnitPlan | None = None  # with train.clip_by=unit the last one reduced
         self.landed: set[str] = set()  # units of which host memory has gradients of this step
         self.times = {
             id(u): self._kernels(block_work(u, config), u.unit.blocks) for u in self.units
@@ -255,6 +257,7 @@ class _Step:
     def build(self, own_loop: bool) -> None:
         micros = self.plan.micro_steps
         self.by_unit = own_loop and self.plan.recipe.cluster.world > 1
+        self.by_unit |= self.state.residence.by_unit
         if self.graph:
             self.host = self.line.add("host, graph", "host", "host", LAUNCH)
         if self.plan.recipe.kept:
@@ -343,14 +346,17 @@ class _Step:
     def _update(self, own_loop: bool) -> None:
         host = self.machine.host
         add = self.line.add
+        self._finish()
         norm = self.state.norm(() if self.by_unit else self.plan.units)
         before = [self._mark(), *self.reduced[-1:], self.normed]
         normed = add("norm", "compute", "gpu", norm, before)
         self.host = add("host, norm", "host", "host", host.norm_s if own_loop else 0.0)
         blocks = sum(u.unit.blocks for u in self.units)
         self.host = add("host, once a step", "host", "host", host.once_s(blocks))
-        if not self.state.residence.waits:
+        residence = self.state.residence
+        if not (residence.waits or residence.by_unit):
             self._renew(self.line, self.plan.units, [normed])
+        if not residence.waits:
             add("mark", "compute", None, 0.0, self.updated)
         self._mark()
 
@@ -382,7 +388,7 @@ class _Step:
         """Kernels that start while the host launches them, and end after the last launch."""
         before = self.host
         self._launch(kind, host)
-        slices = SLICES if self.state.bus else 1
+        slices = SLICES if self.state.bus or self.state.residence.by_unit else 1
         for _ in range(slices):
             self.line.add(kind, "compute", "gpu", seconds / slices, [before])
         return self._mark()
@@ -428,12 +434,21 @@ class _Step:
         leaving, before = self.state.leaving(unit), [self.host, done]
         # a transfer to host memory holds up the stream of reductions
         before += self.reduced[-1:] if leaving else []
+        before += self.updated if self.state.residence.by_unit else []
         end = self._ship(found, "reduce", "grads", before)
         end = self.line.add("reduce kernels", "reduce: sum", "gpu", found.kernels[-1], [end])
         self.reduced.append(self._leave(unit, leaving, end) if leaving else end)
         if self.by_unit and self.last:
             norm = self.state.norm([unit])
             self.normed = self.line.add("norm", "reduce: sum", "gpu", norm, [end])
+        self._finish()
+        self.landing = unit if self.state.residence.by_unit else None
+
+    def _finish(self) -> None:
+        """With train.clip_by=unit update the unit before, once another has been reduced."""
+        unit, self.landing = self.landing, None
+        if unit is not None:
+            self._renew(self.line, [unit], self.reduced[-1:])
 
     def _leave(self, unit: UnitPlan, nbytes: int, end: int) -> int:
         """Add what host memory has of earlier micro-steps, and send the sum there."""
