@@ -3,6 +3,7 @@ engine's."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.engines.test_parts import batch, configured, same, train
 from tests.engines.test_real_parts import own_state, run, shared, steps
 from tests.engines.test_stages import MIXED, PIPE8, Shape, staged
 from zpp_lab.config.wires import ACTS_PIPE
-from zpp_lab.engines.base import NonFiniteError
+from zpp_lab.engines.base import Engine, NonFiniteError
 from zpp_lab.engines.build import build_engine
 from zpp_lab.engines.fsdp.base import own_rows
 from zpp_lab.engines.fsdp.engine import FsdpEngine
@@ -27,6 +28,7 @@ from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.runs.checkpoint.read import Saved
 from zpp_lab.train.memory.estimate import passes_under_way
 
+CPU = torch.device("cpu")
 BF16 = {"param_dtype": "bf16"}
 ACTS8 = {"acts": {"bits": 8, "block_size": 32}}
 LAST = {"accumulate": "last"}
@@ -73,21 +75,26 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def real(case: str, shape: Shape) -> FsdpEngine:
+def built(case: str, shape: Shape, device: torch.device, **engine: Any) -> Engine:
     recipe, more = CASES[case]
     *parts, pp = shape
-    engine = {"name": "fsdp", "ordered": True} | more.get("engine", {})
+    engine |= {"device": device.type, "graph": False} | more.get("engine", {})
     model = {"layers": 4} | more.get("model", {})
     more = {**more, "engine": engine, "model": model, "cluster": {"pp": pp}}
     config = configured(tuple(parts), recipe, **{"micro_steps": 4} | more)  # type: ignore[arg-type]
-    made = build_engine(config, 256, torch.device("cpu"))
+    return build_engine(config, 256, device)
+
+
+def real(case: str, shape: Shape, device: torch.device = CPU) -> FsdpEngine:
+    made = built(case, shape, device, name="fsdp", ordered=True)
     assert isinstance(made, FsdpEngine)
     return made
 
 
-def twin(case: str, shape: Shape) -> VirtualEngine:
-    recipe, more = CASES[case]
-    return staged(shape, recipe, **{"micro_steps": 4} | more)
+def twin(case: str, shape: Shape, device: torch.device = CPU) -> VirtualEngine:
+    made = built(case, shape, device)
+    assert isinstance(made, VirtualEngine)
+    return made
 
 
 def shard_state(engine: VirtualEngine, rank: int) -> dict[str, Tensor]:
@@ -99,24 +106,25 @@ def shard_state(engine: VirtualEngine, rank: int) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, p in cell.master.items():
         first, last = own_rows(tuple(p.shape), shards, reader % shards)
-        found[name] = p.detach()[first:last]
+        found[name] = p.detach()[first:last].cpu()
         for key, value in cell.optimizer.state[p].items():
-            found[f"{key} of {name}"] = value[first:last] if value.ndim else value
+            found[f"{key} of {name}"] = (value[first:last] if value.ndim else value).cpu()
     return found
 
 
-def compare(shape: Shape, cases: list[str]) -> dict[str, str]:
+def compare(shape: Shape, cases: list[str], device: torch.device = CPU) -> dict[str, str]:
     """Case → what differs ("" when nothing); to be run on every rank."""
     torch.use_deterministic_algorithms(True)
     found = {}
     for case in cases:
-        engine = real(case, shape)
+        engine = real(case, shape, device)
         done, readers = run(engine, engine.cluster.world), engine.cluster.world
         every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (done, own_state(engine)))
+        own = {name: value.cpu() for name, value in own_state(engine).items()}
+        dist.all_gather_object(every, (done, own))
         if dist.get_rank():
             continue
-        wanted_by = twin(case, shape)
+        wanted_by = twin(case, shape, device)
         wanted, found[case] = run(wanted_by, readers), ""
         for rank, (other, state) in enumerate(every):
             mine = shard_state(wanted_by, rank)
@@ -282,3 +290,24 @@ def test_checkpoints_hold_whole_tensors_whatever_the_stages(
     said = run_world(4, written, str(tmp_path), shape, case)
     assert all(said.values()), said
     assert len(said) == 4
+
+
+def main() -> None:
+    """Compare on GPUs: torchrun --nproc-per-node 2 -m tests.engines.test_real_stages, or 4."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    world, gpu = int(os.environ["WORLD_SIZE"]), torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else CPU
+    if gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+    shapes: list[Shape] = [(1, 2, 1, 2)] if world == 2 else [(2, 2, 1, 2), (1, 4, 2, 2)]
+    for shape in shapes:
+        found = compare(shape, list(SLOW[shape]), device)
+        if dist.get_rank() == 0:
+            print(shape, found, flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
