@@ -98,6 +98,13 @@ class OwnPart(Parts):
         return planned
 
 
+def by_stage(every: Tensor, cluster: ClusterConfig) -> Tensor:
+    """Order what all ranks gave, [ranks, *], as [stages, ranks of each, *]; a view, so that no host
+    waits for an index."""
+    axes = cluster.axes
+    return every.unflatten(0, tuple(axes.values())).movedim(list(axes).index("pp"), 0).flatten(1, 3)
+
+
 def reader_of(cluster: ClusterConfig) -> int:
     """Return this rank's place in its cell."""
     rank = dist.get_rank()

@@ -46,7 +46,7 @@ from zpp_lab.engines.fsdp.watch import RankWatch, merged_telemetry, refuse, tele
 from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
 from zpp_lab.engines.optim.build import adamw, set_rate
 from zpp_lab.engines.optim.shards import local
-from zpp_lab.engines.parts import OwnPart, Regions, cell_of
+from zpp_lab.engines.parts import OwnPart, Regions, by_stage, cell_of
 from zpp_lab.engines.rollout import Policy, captures, check_mark, eager
 from zpp_lab.engines.units import ROOT, far_names, named_units, with_root
 from zpp_lab.engines.watch import gathered_in_vain, unit_not_finite
@@ -372,12 +372,11 @@ class FsdpEngine(Engine):
         every = torch.empty(cluster.world, own.numel(), dtype=own.dtype, device=self.device)
         with self.transport.watched("losses and gradient norm (world)", self.device):
             all_gather(every.view(-1), own)
-        stages = [cluster.stage(s) for s in range(cluster.pp)]
-        first = [rank for ranks in stages for rank in ranks[: cluster.tp * self.shards]]
-        norm = total_norm(every[first, -1])
+        stages = by_stage(every, cluster)
+        norm = total_norm(stages[:, : cluster.tp * self.shards, -1].flatten())
         if self.shards < self.cluster.world:  # others have the same, unless one is not finite
             norm = norm + 0 * every[:, -1].sum()
-        return every[stages[-1][:: cluster.tp], :-1].t().contiguous(), norm
+        return stages[-1, :: cluster.tp, :-1].t().contiguous(), norm
 
     def _read(self, *scalars: Tensor) -> Callable[[], list[float]]:
         """Start to copy scalars; returns the step's one wait for the device, for when everything
@@ -525,7 +524,7 @@ class FsdpEngine(Engine):
         every = torch.empty(cluster.world, *own.shape, dtype=own.dtype, device=self.device)
         with self.transport.watched("held-out losses (world)", self.device):
             all_gather(every.view(-1), own.view(-1))
-        every = every[cluster.stage(cluster.pp - 1)[:: cluster.tp]]
+        every = by_stage(every, cluster)[-1, :: cluster.tp]
         in_order = every.transpose(0, 1).flatten(0, 1).cpu()
         return torch.cat([row[:, :size] for row, size in zip(in_order, sizes, strict=False)], 1)
 
