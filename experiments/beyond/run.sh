@@ -51,7 +51,7 @@ for part in "$@"; do
     largest)  # 32_5b's width
       arms "$part" compute,ours_8bit model=32_5b "model.layers=${SIZE:-36}" ;;
     largest_by_unit)
-      arms "$part" compute,by_unit model=32_5b "model.layers=${SIZE:-54}" ;;
+      arms "$part" compute,by_unit model=32_5b "model.layers=${SIZE:-50}" ;;
     largest_deepspeed)  # 6_7b's width
       arms "$part" deepspeed_unpinned model=6_7b "model.layers=${SIZE:-36}" ;;
     build) ;;  # all that the others build first
