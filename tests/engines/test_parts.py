@@ -23,8 +23,8 @@ from zpp_lab.config.wires import ACTS_BACKWARD, ACTS_FORWARD, TP_RAW
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.engines.build import build_engine, check_engine, plan_of
 from zpp_lab.engines.virtual.engine import VirtualEngine
-from zpp_lab.models import build_model
-from zpp_lab.models.cut import build_parts, merged
+from zpp_lab.models import build_model, build_parts
+from zpp_lab.models.cut import merged
 from zpp_lab.models.llama import Rope
 from zpp_lab.models.loss import IGNORED
 

@@ -29,6 +29,15 @@ from zpp_lab.runs.checkpoint.read import Saved
 from zpp_lab.runs.checkpoint.write import Checkpoints
 
 Q8 = {"bits": 8, "block_size": 32}
+
+
+def hf(**options: Any) -> dict[str, Any]:
+    """A model of transformers, as settings."""
+    own = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    own |= {"num_key_value_heads": 4, "intermediate_size": 48}
+    return {"name": "hf", "options": {**own, **options}}
+
+
 BF16 = {"param_dtype": "bf16"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "raw": ({}, {}),
@@ -47,6 +56,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "last": (ACTS8, {**BF16, "accumulate": "last"}),
     "reversed": ({"order": "reversed"} | ACTS8, BF16),
     "qk_norm": (ACTS8, {**BF16, "model": {"qk_norm": True, "tied_head": True}}),
+    "qwen2": (
+        MIXED,
+        {**BF16, "model": hf(model_type="qwen2", tie_word_embeddings=True, pad_token_id=200)},
+    ),
+    "qwen3": (ACTS8, {**BF16, "model": hf(model_type="qwen3", head_dim=8)}),
+    "llama": (ACTS8, {"model": hf(model_type="llama")}),
     "units": (ACTS8, {**BF16, "engine": {"blocks_per_unit": 2}}),
     "differences": (
         {
@@ -60,7 +75,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "host_states": (ACTS8, {**BF16, "optimizer_state": "bf16", "optimizer_place": "host"}),
     "node": ({"shard": "node"} | ACTS8, BF16),
 }
-FAST = {(1, 4, 2): ("mixed", "raw_bf16"), (1, 2, 2): ("acts8",)}
+FAST = {(1, 4, 2): ("mixed", "raw_bf16", "qwen2", "qwen3"), (1, 2, 2): ("acts8", "qwen3", "llama")}
 SHAPE = (1, 4, 2)
 SOME_NODES = ("zeropp", "differences", "node")  # need several nodes with several GPUs of a cell
 
@@ -227,12 +242,12 @@ def shared(folder: str, keep: int) -> Checkpoints:
     return Checkpoints(Path(folder), keep, shared=True)
 
 
-def written(folder: str) -> dict[str, bool]:
+def written(folder: str, case: str) -> dict[str, bool]:
     """What two tensor parts on two ranks each save: they resume from it, as the virtual engine
     does, and a whole model reads it. Each check by name."""
     torch.use_deterministic_algorithms(True)
-    first, store = real("mixed", SHAPE), shared(folder, keep=2)
-    start = made((1, 4, 1), {}, **BF16)
+    first, store, (recipe, more) = real(case, SHAPE), shared(folder, keep=2), CASES[case]
+    start = made((1, 4, 1), {}, **more)
     train(start, 0, 1)
     before = start.state_dict()
     first.load_state_dict(before)
@@ -246,11 +261,11 @@ def written(folder: str) -> dict[str, bool]:
     store.wait()
     dist.barrier()
     undisturbed, saved = steps(first, 3, 5), Saved(store.path(3))
-    other, twin = real("mixed", SHAPE), made(SHAPE, CASES["mixed"][0], **CASES["mixed"][1])
+    other, twin = real(case, SHAPE), made(SHAPE, recipe, **more)
     found["step"] = other.load_checkpoint(saved) == 3
     twin.load_state_dict(saved.state())
     found["goes on"] = steps(other, 3, 5) == undisturbed == steps(twin, 3, 5)
-    whole = made((1, 2, 1), {}, **BF16)
+    whole = made((1, 2, 1), {}, **more)
     whole.load_state_dict(saved.state())
     found["whole"] = same(whole.state_dict(), saved.state())
     return found
@@ -261,8 +276,9 @@ def steps(engine: Engine, first: int, last: int) -> list[tuple[float, float]]:
     return [(r.loss, r.grad_norm) for r in done]
 
 
-def test_checkpoints_hold_whole_tensors_whatever_the_parts(tmp_path: Path) -> None:
-    said = run_world(4, written, str(tmp_path))
+@pytest.mark.parametrize("case", ["mixed", "qwen2"])
+def test_checkpoints_hold_whole_tensors_whatever_the_parts(case: str, tmp_path: Path) -> None:
+    said = run_world(4, written, str(tmp_path), case)
     assert all(said.values()), said
     assert len(said) == 4
 
@@ -272,6 +288,7 @@ def test_checkpoints_hold_whole_tensors_whatever_the_parts(tmp_path: Path) -> No
 def test_all_recipes_with_real_parts(shape: tuple[int, int, int]) -> None:
     several, alone = shape[0] > 1, sizes(shape) == shape[2]
     cases = [case for case in CASES if several or case not in SOME_NODES]
-    cases = [case for case in cases if not alone or case != "mixed"]  # a cell of one sends nothing
+    weights = ("mixed", "qwen2")  # a cell of one sends none
+    cases = [case for case in cases if not alone or case not in weights]
     said = run_world(sizes(shape), compare, shape, cases)
     assert said == dict.fromkeys(cases, "")

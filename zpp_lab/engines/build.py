@@ -23,8 +23,7 @@ from zpp_lab.config.schema import ClusterConfig, Config, EngineConfig, RecipeCon
 from zpp_lab.data.tokenizer import open_outside
 from zpp_lab.engines.base import Engine
 from zpp_lab.engines.units import cut_units, named_units
-from zpp_lab.models import build_model
-from zpp_lab.models.cut import build_parts
+from zpp_lab.models import build_model, build_parts, param_class
 from zpp_lab.models.lora import frozen_base
 from zpp_lab.models.stages import build_stage, check_stages
 
@@ -175,7 +174,7 @@ def build_plan(model: nn.Module, config: Config, rollouts: bool = False) -> Plan
         units = _stages(*each, model.vocab_size, recipe.shards, engine.chunks)  # type: ignore[arg-type]
     else:
         units = units_of(model, recipe.shards, engine.blocks_per_unit)
-    sizes = config.model, train.batch_size * config.data.seq_len, train.micro_steps
+    sizes = train.batch_size * config.data.seq_len, train.micro_steps
     return Plan.build(
         units,
         recipe,
@@ -184,7 +183,7 @@ def build_plan(model: nn.Module, config: Config, rollouts: bool = False) -> Plan
         gather=config.engine.gather,
         rollouts=rollouts or config.task == "rl",
         parts=parts_plan(units, recipe, config.cluster.tp, *sizes),
-        pipe=pipe_plan(recipe, config.cluster, engine.chunks, *sizes),
+        pipe=pipe_plan(recipe, config.cluster, engine.chunks, config.model, *sizes),
     )
 
 
@@ -192,7 +191,6 @@ def parts_plan(
     units: Iterable[Unit],
     recipe: Recipe,
     tp: int,
-    model: ModelConfig,
     tokens: int,
     micro_steps: int,
 ) -> PartsPlan | None:
@@ -202,7 +200,9 @@ def parts_plan(
         return None
     every = [p for unit in units for p in unit.parameters]
     shared = sum(p.shard_numel for p in every if p.parts == 1)
-    return PartsPlan(recipe, tp, tokens, model.dim, model.layers, shared, micro_steps)
+    dim = next(p.shape[-1] for p in every if param_class(p.name) == "embedding")
+    blocks = sum(unit.blocks for unit in units)
+    return PartsPlan(recipe, tp, tokens, dim, blocks, shared, micro_steps)
 
 
 def pipe_plan(
@@ -293,7 +293,7 @@ def _plan(
     else:
         units = _units(model, vocab, made.shards, blocks_per_unit, ranks.tp)
     how: Any = {"micro_steps": micro_steps, "accumulate": accumulate, "rollouts": rollouts}
-    how["parts"] = parts_plan(units, made, ranks.tp, settings, tokens, micro_steps)
+    how["parts"] = parts_plan(units, made, ranks.tp, tokens, micro_steps)
     how["pipe"] = pipe_plan(made, ranks, chunks, settings, tokens, micro_steps)
     return Plan.build(units, made, **how, gather=gather)
 

@@ -26,7 +26,7 @@ from zpp_lab.config.cluster import CELL, ClusterConfig
 from zpp_lab.engines.fsdp.base import own_rows
 from zpp_lab.engines.fsdp.mesh import Ranks
 from zpp_lab.engines.optim.shards import local
-from zpp_lab.models.cut import ROWS, PartLlama, cut_dim, map_state, part_state
+from zpp_lab.models.cut import ROWS, Parted, cut_dim, map_state, part_state
 from zpp_lab.models.stages import stage_state
 from zpp_lab.runs.checkpoint.read import Rows, State
 
@@ -49,7 +49,7 @@ class OwnPart(Parts):
     one."""
 
     def __init__(
-        self, model: PartLlama, plan: Plan, cluster: ClusterConfig, clock: Clock, watchdog: Watchdog
+        self, model: Parted, plan: Plan, cluster: ClusterConfig, clock: Clock, watchdog: Watchdog
     ) -> None:
         assert plan.parts is not None
         ranks = cluster.members({"tp"}, dist.get_rank())
@@ -66,7 +66,7 @@ class OwnPart(Parts):
         cls, model: nn.Module, plan: Plan, cluster: ClusterConfig, clock: Clock, watchdog: Watchdog
     ) -> OwnPart | None:
         """Join the model's part with the others; None for a whole model."""
-        if not isinstance(model, PartLlama):
+        if not isinstance(model, Parted):
             return None
         return cls(model, plan, cluster, clock, watchdog)
 
@@ -143,7 +143,7 @@ class Regions:
             return Rows((), 0, tensor.view(1), writes=writes) if self.staged else tensor
         shape, own = tuple(tensor.shape), local(tensor)
         first, _ = own_rows(shape, self.shards, self.reader % self.shards)
-        dim = cut_dim(name) if len(shape) > 1 and self.tp > 1 else None
+        dim = cut_dim(name) if self.tp > 1 else None
         if dim is None:
             return Rows(shape, first, own, writes=writes and self.part == 0)
         whole = tuple(n * self.tp if i == dim else n for i, n in enumerate(shape))

@@ -14,13 +14,22 @@ from typing import Any
 import torch
 
 from zpp_lab.config.model import LoraConfig, ModelConfig
+from zpp_lab.models.cut import Parted, PartLlama, check_cut, decoder_sizes
 from zpp_lab.models.init import initial_value
 from zpp_lab.models.llama import Llama, rows_of_vocabulary
 from zpp_lab.models.lora import add_adapters
 from zpp_lab.models.params import PARAM_CLASSES, ParamClass, param_class
 from zpp_lab.models.start import fill, materialize, whole
 
-__all__ = ["PARAM_CLASSES", "Llama", "ParamClass", "build_model", "initial_value", "param_class"]
+__all__ = [
+    "PARAM_CLASSES",
+    "Llama",
+    "ParamClass",
+    "build_model",
+    "build_parts",
+    "initial_value",
+    "param_class",
+]
 
 
 def build_model(
@@ -53,3 +62,24 @@ def _plain(cfg: ModelConfig, vocab_size: int) -> Any:
         return build_hf(cfg, vocab_size)
     with torch.device("meta"):
         return Llama(cfg, rows_of_vocabulary(cfg, vocab_size))
+
+
+def build_parts(
+    cfg: ModelConfig, vocab_size: int, tp: int, device: str | torch.device, seed: int = 0
+) -> list[Parted]:
+    """Build all parts of the model in fp32 on `device`, with the whole model's first weights; on
+    the meta device shapes alone. ValueError where the model has no such parts."""
+    parts: list[Any]
+    if cfg.name == "hf":
+        from zpp_lab.models.hf_cut import build_hf_part
+
+        parts = [build_hf_part(cfg, vocab_size, tp, part) for part in range(tp)]
+    else:
+        vocab = rows_of_vocabulary(cfg, vocab_size)
+        check_cut(cfg, vocab, tp, decoder_sizes(cfg))
+        with torch.device("meta"):
+            parts = [PartLlama(replace(cfg), vocab, tp, part) for part in range(tp)]
+    for model in parts if torch.device(device).type != "meta" else ():
+        materialize(model, device)
+        fill(model, model.start(seed), whole, lambda p: p)
+    return parts

@@ -2,6 +2,7 @@
 
 A block is two residual pieces, x ← x + scatter(body(gather(norm(x)))): wq, wk, wv, gate and up are
 cut by rows, wo and down by columns, embedding and head by vocabulary; every part has whole norms.
+`hf_cut.py` makes such parts of transformers' models.
 Between pieces each part has its slice of the tokens, batch and length as one dimension.
 
 The same code runs one part, in a process of its own, and all parts in one process: `lanes` are the
@@ -17,7 +18,6 @@ in the same order, so all have the same loss, and backward needs no exchange but
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -28,14 +28,16 @@ from torch.autograd.function import once_differentiable
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.wires import ACTS_BACKWARD, ACTS_FORWARD, Wire
 from zpp_lab.models.generate import Cache
-from zpp_lab.models.llama import Block, Llama, Rope, rows_of_vocabulary, through
+from zpp_lab.models.llama import Block, Llama, Rope, through
 from zpp_lab.models.loss import IGNORED, times
-from zpp_lab.models.start import SeededStart, Start, fill, materialize, whole
+from zpp_lab.models.start import SeededStart, Start, places
 
 ROWS, COLUMNS = 0, 1
+_ROWS = ("wq", "wk", "wv", "w_gate", "w_up", "embed", "head")
+_HF_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 CUT = {  # module → the dimension along which its weight is cut; others are whole in every part
-    **dict.fromkeys(("wq", "wk", "wv", "w_gate", "w_up", "embed", "head"), ROWS),
-    **dict.fromkeys(("wo", "w_down"), COLUMNS),
+    **dict.fromkeys((*_ROWS, *_HF_ROWS), ROWS),
+    **dict.fromkeys(("wo", "w_down", "o_proj", "down_proj"), COLUMNS),
 }
 
 
@@ -60,11 +62,11 @@ def cut_dim(name: str) -> int | None:
     return CUT.get(name.split(".")[-2])
 
 
-def check_cut(cfg: ModelConfig, vocab_size: int, tp: int) -> None:
-    """ValueError, naming the setting, where this model has no `tp` parts."""
-    said, kv = f"cluster.tp={tp}", cfg.kv_heads
+def check_cut(cfg: ModelConfig, vocab_size: int, tp: int, sizes: Mapping[str, int]) -> None:
+    """ValueError, naming the setting, where this model has no `tp` parts. sizes: by their settings,
+    what parts divide."""
+    said = f"cluster.tp={tp}"
     for ok, what in (
-        (cfg.name == "llama", f"model.name={cfg.name}: use model.name=llama"),
         (not cfg.scalar_head, "model.scalar_head=true: use false"),
         (not cfg.lora.on, "model.lora: leave it out"),
         (not cfg.checkpoint_activations, "model.checkpoint_activations=true: use false"),
@@ -73,7 +75,7 @@ def check_cut(cfg: ModelConfig, vocab_size: int, tp: int) -> None:
     ):
         if not ok:
             raise ValueError(f"{said} is not built for {what}")
-    for name, size in (("heads", cfg.heads), ("kv_heads", kv), ("ffn", cfg.ffn)):
+    for name, size in sizes.items():
         if size % tp:
             raise ValueError(f"{said} does not divide model.{name}={size}: change either")
     if vocab_size % tp:
@@ -83,34 +85,44 @@ def check_cut(cfg: ModelConfig, vocab_size: int, tp: int) -> None:
         )
 
 
-class PartLlama(Llama):
-    """Part `part` of `tp` of the decoder; names of parameters are the whole model's. Exchanges and
+def decoder_sizes(cfg: ModelConfig) -> dict[str, int]:
+    """Return what parts of the built-in decoder divide."""
+    return {"heads": cfg.heads, "kv_heads": cfg.kv_heads, "ffn": cfg.ffn}
+
+
+def cut_parameters(model: nn.Module, tp: int) -> None:
+    """Give a whole model, on the meta device, the shapes of one of `tp` parts; ties stay."""
+    hangs = places(model)
+    for name, p in list(model.named_parameters()):
+        dim, shape = cut_dim(name), list(p.shape)
+        if dim is not None:
+            shape[dim] //= tp
+            new = nn.Parameter(p.new_empty(shape))
+            for owner, attribute in hangs[id(p)]:
+                owner._parameters[attribute] = new
+
+
+class Parted(nn.Module):
+    """Part `part` of `tp` of a model; names of parameters are the whole model's. Exchanges and
     lanes are set before the first forward: `join`."""
 
-    lanes: tuple[PartLlama, ...]
+    lanes: tuple[Any, ...]
+    exchanges: Exchanges | None
+    tp: int
+    part: int
+    embed: nn.Embedding
+    norm: nn.Module
+    units: Callable[[], list[tuple[str, nn.Module]]]
+    crossing: Any
+    _head: Callable[[], Tensor]
 
-    def __init__(self, cfg: ModelConfig, vocab_size: int, tp: int, part: int) -> None:
-        super().__init__(cfg, vocab_size)
-        self.tp, self.part = tp, part
-        self.same_every_step = False  # a transfer between parts is part of every forward
-        self.layers = nn.ModuleList(
-            PartBlock(cfg, self.rope, f"layers.{i}") for i in range(cfg.layers)
-        )
-        for name, module in self.named_modules():
-            dim = CUT.get(name.split(".")[-1])
-            weight = module._parameters.get("weight")
-            if dim is not None and weight is not None:
-                shape = list(weight.shape)
-                shape[dim] //= tp
-                module.weight = nn.Parameter(weight.new_empty(shape))
-        self.join((self,), None)
-
-    def join(self, lanes: Sequence[PartLlama], exchanges: Exchanges | None) -> None:
+    def join(self, lanes: Sequence[Parted], exchanges: Exchanges | None) -> None:
         """Run these parts together, in their order; the first one is called."""
         self.lanes, self.exchanges = tuple(lanes), exchanges
-        for blocks in zip(*([b for _, b in lane.units()] for lane in lanes), strict=True):
-            own: Any = blocks[0]
-            own.lanes, own.model = blocks, (self,)
+        for named in zip(*(lane.units() for lane in lanes), strict=True):
+            blocks: tuple[Any, ...] = tuple(block for _, block in named)
+            for block in blocks:
+                block.place, block.lanes, block.model = named[0][0], blocks, (self,)
 
     def forward(
         self,
@@ -126,12 +138,12 @@ class PartLlama(Llama):
         assert cache is None, "parts do not generate"
         self.see(tokens)
         xs = self.enter(tokens)
-        for i, block in enumerate(self.layers):
+        for i, (_, block) in enumerate(self.units()):
             xs = self.crossing(i, through(block, xs))
         return self.leave(xs, targets, share, each)
 
     def see(self, tokens: Tensor) -> None:
-        super().see(tokens)
+        """Prepare a forward of these tokens, wherever it begins."""
         self.shape = tuple(tokens.shape)
 
     def enter(self, tokens: Tensor) -> list[Tensor]:
@@ -166,6 +178,22 @@ class PartLlama(Llama):
         """Return into how many parts the parameter is cut."""
         return 1 if cut_dim(name) is None else self.tp
 
+
+class PartLlama(Parted, Llama):  # type: ignore[misc]
+    """A part of the decoder."""
+
+    def __init__(self, cfg: ModelConfig, vocab_size: int, tp: int, part: int) -> None:
+        Llama.__init__(self, cfg, vocab_size)
+        self.tp, self.part = tp, part
+        self.same_every_step = False  # a transfer between parts is part of every forward
+        self.layers = nn.ModuleList(PartBlock(cfg, self.rope) for _ in range(cfg.layers))
+        cut_parameters(self, tp)
+        self.join((self,), None)
+
+    def see(self, tokens: Tensor) -> None:
+        Parted.see(self, tokens)
+        Llama.see(self, tokens)
+
     def start(self, seed: int) -> Start:
         with torch.device("meta"):
             model = Llama(self.cfg, self.vocab_size)
@@ -175,35 +203,46 @@ class PartLlama(Llama):
         return PartStart(start, self)
 
 
-class PartBlock(Block):
-    """A decoder layer of one part; called with the tokens' slices of all lanes."""
+class PartPieces(nn.Module):
+    """A layer of one part; called with the tokens' slices of all lanes."""
 
-    lanes: tuple[PartBlock, ...]
-    model: tuple[PartLlama]  # in a tuple, so that it is no submodule
+    pieces = (("attention_norm", "attention"), ("mlp_norm", "mlp"))
+    place: str  # its name in the model
+    lanes: tuple[Any, ...]
+    model: tuple[Any]  # in a tuple, so that it is no submodule
 
-    def __init__(self, cfg: ModelConfig, rope: Rope, place: str) -> None:
-        super().__init__(cfg, rope)
-        self.place = place
-
-    def forward(self, *xs: Tensor) -> Any:  # type: ignore[override]
-        xs = self._piece(self._piece(xs, "attention"), "mlp")
+    def forward(self, *xs: Tensor) -> Any:
+        for norm, body in self.pieces:
+            xs = self._piece(xs, norm, body)
         return xs if len(xs) > 1 else xs[0]
 
-    def _piece(self, xs: Sequence[Tensor], name: str) -> tuple[Tensor, ...]:
-        (model,), place = self.model, f"{self.place}.{name}"
+    def run(self, body: str, x: Tensor) -> Tensor:
+        """Compute a piece's body from all tokens [batch, length, dim]: this part's term."""
+        made: Tensor = getattr(self, body)(x)
+        return made
+
+    def _piece(self, xs: Sequence[Tensor], norm: str, body: str) -> tuple[Tensor, ...]:
+        (model,), place = self.model, f"{self.place}.{body}"
         assert model.exchanges is not None
-        normed = [getattr(b, f"{name}_norm")(x) for b, x in zip(self.lanes, xs, strict=True)]
+        normed = [getattr(b, norm)(x) for b, x in zip(self.lanes, xs, strict=True)]
         every = gather(model.exchanges, place, normed)
         rows = (x.view(*model.shape, -1) for x in every)
-        made = [getattr(b, name)(x).flatten(0, 1) for b, x in zip(self.lanes, rows, strict=True)]
+        made = [b.run(body, x).flatten(0, 1) for b, x in zip(self.lanes, rows, strict=True)]
         sums = scatter(model.exchanges, place, made)
         return tuple(x + y for x, y in zip(xs, sums, strict=True))
+
+
+class PartBlock(PartPieces, Block):  # type: ignore[misc]
+    """A decoder layer of one part."""
+
+    def __init__(self, cfg: ModelConfig, rope: Rope) -> None:
+        Block.__init__(self, cfg, rope)
 
 
 class PartStart(Start):
     """A part's rows of whole first weights."""
 
-    def __init__(self, start: Start, model: PartLlama) -> None:
+    def __init__(self, start: Start, model: Parted) -> None:
         self.whole, self.tp, self.part = start, model.tp, model.part
         self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
 
@@ -217,31 +256,19 @@ class PartStart(Start):
         left = self.part * shape[1]
         return self.whole.rows(name, first, last)[:, left : left + shape[1]]
 
-
-def build_parts(
-    cfg: ModelConfig, vocab_size: int, tp: int, device: str | torch.device, seed: int = 0
-) -> list[PartLlama]:
-    """Build all parts of the decoder in fp32 on `device`, with the whole model's first weights; on
-    the meta device shapes alone. ValueError where the model has no such parts."""
-    vocab = rows_of_vocabulary(cfg, vocab_size)
-    check_cut(cfg, vocab, tp)
-    with torch.device("meta"):
-        parts = [PartLlama(replace(cfg), vocab, tp, part) for part in range(tp)]
-    for model in parts if torch.device(device).type != "meta" else ():
-        materialize(model, device)
-        fill(model, model.start(seed), whole, lambda p: p)
-    return parts
+    def buffer(self, name: str) -> Tensor | None:
+        return self.whole.buffer(name)
 
 
 def merged(name: str, parts: Sequence[Tensor]) -> Tensor:
     """Join the parts of a parameter, or of a tensor of its shape."""
-    dim = cut_dim(name) if parts[0].ndim > 1 else None
+    dim = cut_dim(name) if parts[0].ndim else None
     return parts[0] if dim is None else torch.cat(list(parts), dim)
 
 
 def part_of(name: str, value: Tensor, tp: int, part: int) -> Tensor:
     """Return a part of a whole parameter, or of a tensor of its shape."""
-    dim = cut_dim(name) if value.ndim > 1 else None
+    dim = cut_dim(name) if value.ndim else None
     return value if dim is None else value.chunk(tp, dim)[part]
 
 

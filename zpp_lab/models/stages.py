@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zpp_lab.config.model import ModelConfig
-from zpp_lab.models.cut import PartLlama, check_cut
+from zpp_lab.models.cut import PartLlama, check_cut, decoder_sizes
 from zpp_lab.models.llama import Llama, rows_of_vocabulary, through
 from zpp_lab.models.start import SeededStart, Start
 
@@ -101,7 +101,7 @@ def build_stage(
     vocab = rows_of_vocabulary(cfg, vocab_size)
     with torch.device("meta"):
         if tp > 1:
-            check_cut(cfg, vocab, tp)
+            check_cut(cfg, vocab, tp, decoder_sizes(cfg))
             model: Any = StagePart(replace(cfg), vocab, tp, part)
         else:
             model = StageLlama(replace(cfg), vocab)

@@ -14,6 +14,7 @@ import transformers
 from tests.engines.fsdp_world import run_world
 from tests.models.hf_cases import settings
 from tests.small_runs import small
+from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.schema import Config
 from zpp_lab.data import open_data
 from zpp_lab.tools.export import export_hf
@@ -78,6 +79,18 @@ def test_models_of_transformers(kind: str, tmp_path: Path) -> None:
     model = loaded(tmp_path / "out", dtype=torch.float32)
     assert heldout_loss(model, config) == pytest.approx(summary["heldout_loss_master"], rel=1e-6)
     again = replace(own, options=None, path=str(tmp_path / "out"), weights="pretrained")
+    assert start_loss(replace(config, model=again)) == summary["heldout_loss_master"]
+
+
+def test_tensor_parts_of_a_model_of_transformers(tmp_path: Path) -> None:
+    options = {"vocab_size": 256, "num_key_value_heads": 2}
+    config = small(tmp_path, "cluster=1x2", "cluster.tp=2", "recipe.acts.bits=8", *SHORT)
+    config = replace(config, model=settings("qwen2", options))
+    summary = run(config)
+    export_hf(tmp_path / "run", tmp_path / "out")
+    model = loaded(tmp_path / "out", dtype=torch.float32)
+    assert heldout_loss(model, config) == pytest.approx(summary["heldout_loss_master"], rel=1e-6)
+    again = ModelConfig(name="hf", path=str(tmp_path / "out"), weights="pretrained")
     assert start_loss(replace(config, model=again)) == summary["heldout_loss_master"]
 
 

@@ -43,7 +43,7 @@ from zpp_lab.engines.units import named_units, with_root
 from zpp_lab.engines.virtual.cell import Cell
 from zpp_lab.engines.virtual.passes import Grads, Passes
 from zpp_lab.engines.watch import Watch, gathered_in_vain, unit_not_finite
-from zpp_lab.models.cut import PartLlama, cut_dim, merged_state, part_state
+from zpp_lab.models.cut import Parted, cut_dim, merged_state, part_state
 from zpp_lab.models.llama import Llama
 from zpp_lab.models.loss import token_scores
 from zpp_lab.models.objective import objective
@@ -63,7 +63,7 @@ class VirtualEngine(Engine):
         self.parts: Parts | None = None  # what tensor parts exchange
         self.pipe: Pipe | None = None  # what stages send each other
         lanes: Sequence[nn.Module] = [model]
-        if isinstance(model, PartLlama):
+        if isinstance(model, Parted):
             assert plan.parts is not None
             self.parts, lanes = Parts(plan.parts, self.clock, self.ledger), model.lanes
             model.join(model.lanes, self.parts)

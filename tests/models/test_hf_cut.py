@@ -1,0 +1,152 @@
+"""Tensor parts of transformers' models: logits, gradients, first weights, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from tests.engines.test_parts import ACTS8, Exact, made, train
+from tests.models.hf_cases import settings
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.engines.build import plan_of
+from zpp_lab.models import build_model, build_parts
+from zpp_lab.models.cut import gather, merged, part_of
+from zpp_lab.models.llama import through
+from zpp_lab.models.loss import IGNORED
+
+VOCAB, TP = 40, 2
+SHAPE = {"vocab_size": VOCAB, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": LLAMA3, "pad_token_id": 3},
+    "mistral": {"sliding_window": 12, "pad_token_id": VOCAB - 1},
+    "qwen2": {"tie_word_embeddings": True, "pad_token_id": 7},
+    "qwen3": {"head_dim": 8},
+}
+
+
+def config(kind: str, **options: Any) -> ModelConfig:
+    base = "llama" if kind == "mistral" else kind
+    return settings(base, {"model_type": kind, **SHAPE, **KINDS[kind], **options})
+
+
+def exact(self: Any, x: Tensor) -> Tensor:
+    """A norm in the dtype of `x`; transformers' rounds to fp32."""
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+    return self.weight * (x * scale)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, VOCAB, (2, 13), generator=torch.Generator().manual_seed(5))
+    return tokens[:, :-1], tokens[:, 1:].masked_fill(torch.arange(12) == 3, IGNORED)
+
+
+def pair(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, list[Any]]:
+    """transformers' own model and our parts of it, in fp64, every weight drawn, joined."""
+    parts: list[Any] = build_parts(config(kind), VOCAB, TP, "cpu")
+    whole = transformers.AutoModelForCausalLM.from_config(parts[0].config).double()
+    for module in whole.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            monkeypatch.setattr(type(module), "forward", exact)
+    torch.manual_seed(1)
+    own = [dict(part.double().named_parameters()) for part in parts]
+    with torch.no_grad():
+        for name, p in whole.named_parameters():
+            p.normal_(float("norm" in name), 0.2)
+            for i, named in enumerate(own):
+                named[name].copy_(part_of(name, p, TP, i))
+    assert own[0].keys() == dict(whole.named_parameters()).keys()
+    parts[0].join(parts, Exact())
+    return whole, parts
+
+
+def logits_of(parts: list[Any], tokens: Tensor) -> Tensor:
+    parts[0].see(tokens)
+    xs = parts[0].enter(tokens)
+    for _, block in parts[0].units():
+        xs = through(block, xs)
+    xs = [part.norm(x) for part, x in zip(parts, xs, strict=True)]
+    xs = gather(Exact(), "head", xs)
+    made = [F.linear(x, part._head()) for part, x in zip(parts, xs, strict=True)]
+    return torch.cat(made, -1).view(*tokens.shape, -1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_have_the_logits_and_gradients_of_transformers(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, parts = pair(kind, monkeypatch)
+    tokens, targets = batch()
+    logits = whole(input_ids=tokens, use_cache=False).logits
+    assert float((logits_of(parts, tokens) - logits).abs().max().detach()) < 1e-12
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    loss.backward()
+    made = parts[0](tokens, targets)
+    made.backward()
+    assert abs(float(made.detach() - loss.detach())) < 1e-12
+    every = [dict(part.named_parameters()) for part in parts]
+    for name, p in whole.named_parameters():
+        grads = [own[name].grad for own in every]
+        cut = grads[0].shape != p.shape
+        found = merged(name, grads) if cut else torch.stack(grads).sum(0)
+        assert float((found - p.grad).abs().max()) < 1e-12, name
+        assert float(found.abs().max()) > 1e-6, name
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_parts_start_with_the_weights_of_the_whole(kind: str) -> None:
+    whole = build_model(config(kind), VOCAB, seed=4)
+    parts = [
+        dict(part.named_parameters()) for part in build_parts(config(kind), VOCAB, 2, "cpu", 4)
+    ]
+    for name, p in whole.named_parameters():
+        assert torch.equal(merged(name, [own[name] for own in parts]), p), name
+
+
+@pytest.mark.parametrize(
+    ("cfg", "name"),
+    [
+        (settings("gpt_neox", {"vocab_size": VOCAB}), "gpt_neox"),
+        (settings("opt", {"vocab_size": VOCAB}), "opt"),
+        (config("qwen3", model_type="gemma"), "model_type=gemma"),
+        (config("llama", attention_bias=True), "o_proj.bias"),
+        (config("llama", mlp_bias=True), "down_proj.bias"),
+        (config("llama", num_key_value_heads=1), "num_key_value_heads"),
+        (config("llama", num_attention_heads=2, num_key_value_heads=1), "num_key_value_heads"),
+        (config("qwen3", intermediate_size=25), "intermediate_size"),
+        (config("qwen3", vocab_size=41), "model.vocab_size"),
+    ],
+    ids=str,
+)
+def test_what_has_no_parts_is_refused_by_name(cfg: ModelConfig, name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        build_parts(cfg, VOCAB, TP, "meta")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"sliding_window": 8}, "sliding_window"), ({"max_position_embeddings": 8}, "max_position")],
+    ids=str,
+)
+def test_a_sequence_longer_than_attention_sees_is_refused(
+    options: dict[str, Any], name: str
+) -> None:
+    parts: list[Any] = build_parts(config("mistral", **options), VOCAB, TP, "cpu")
+    parts[0].join(parts, Exact())
+    with pytest.raises(ValueError, match=name):
+        parts[0](*batch())
+
+
+def test_plans_know_a_models_width_and_blocks() -> None:
+    options = config("qwen2", intermediate_size=48, vocab_size=256).options
+    engine = made((1, 4, 2), ACTS8, model={"name": "hf", "options": options})
+    train(engine, 0, 1)  # compares what moved
+    assert engine.plan.parts is not None
+    assert (engine.plan.parts.dim, engine.plan.parts.blocks) == (16, 2)
+    assert engine.plan.step_bytes() == plan_of(engine.config).step_bytes()
