@@ -69,6 +69,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | PIPE8,
         BF16,
     ),
+    "phases": (
+        PIPE8
+        | {
+            "phases": [
+                {"after": 1, "grads": {"bits": 8, "block_size": 32, "rounding": "stochastic"}}
+            ]
+        },
+        BF16,
+    ),
     "states": (PIPE8, BF16 | {"optimizer_state": "bf16"}),
     "recomputed": (PIPE8, BF16 | {"model": {"checkpoint_activations": True}}),
     "reversed": (PIPE8 | {"order": "reversed"}, BF16),
@@ -148,6 +157,7 @@ SLOW: dict[Shape, tuple[str, ...]] = {
     (4, 1, 1, 2): ("differences", "pipe8"),
     (4, 2, 1, 2): ("differences_g4",),
     (4, 1, 1, 4): ("raw_bf16", "pipe8"),
+    (4, 2, 1, 4): ("mixed", "last"),
 }
 
 
