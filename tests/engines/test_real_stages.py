@@ -80,6 +80,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "states": (PIPE8, BF16 | {"optimizer_state": "bf16"}),
     "recomputed": (PIPE8, BF16 | {"model": {"checkpoint_activations": True}}),
+    "compiled": (PIPE8, BF16 | {"engine": {"compile": True}}),
     "reversed": (PIPE8 | {"order": "reversed"}, BF16),
 }
 
@@ -150,8 +151,17 @@ FAST: dict[Shape, tuple[str, ...]] = {
     (2, 2, 1, 2): ("mixed", "interleaved_last", "states"),
 }
 SLOW: dict[Shape, tuple[str, ...]] = {
-    (1, 2, 1, 2): ("raw", "raw_bf16", "pipe8", "pipe8_fp32", "sham", "hadamard", "recomputed"),
-    (2, 2, 1, 2): tuple(c for c in CASES if not c.startswith("differences")),
+    (1, 2, 1, 2): (
+        "raw",
+        "raw_bf16",
+        "pipe8",
+        "pipe8_fp32",
+        "sham",
+        "hadamard",
+        "recomputed",
+        "compiled",
+    ),
+    (2, 2, 1, 2): tuple(c for c in CASES if not c.startswith(("differences", "compiled"))),
     (1, 4, 2, 2): ("raw", "acts8", "pipe8"),
     (2, 4, 2, 2): ("acts8", "mixed", "last", "interleaved"),
     (4, 1, 1, 2): ("differences", "pipe8"),

@@ -112,7 +112,6 @@ def test_a_run_goes_on_from_its_state_and_any_number_of_stages_reads_it() -> Non
         ({"stage": 2}, {"model": {"tied_head": True}}, "model.tied_head"),
         ({"stage": 2}, {"model": {"layers": 1}}, "model.layers"),
         ({"stage": 2}, {"engine": {"name": "deepspeed"}}, "engine=deepspeed"),
-        ({"stage": 2}, {"engine": {"compile": True}}, "engine.compile"),
         ({"stage": 2}, {"engine": {"blocks_per_unit": 2}}, "engine.blocks_per_unit"),
         ({"stage": 2}, {"engine": {"schedule": "zbv"}}, "zero-bubble"),
         ({"stage": 2}, {"micro_steps": 1}, "train.micro_steps=1"),

@@ -88,7 +88,7 @@ def check_axes(config: Config) -> None:
     for ok, what in (
         (engine.name != "deepspeed", "engine=deepspeed: use engine=fsdp"),
         (config.task == "text", f"task={config.task}: use task=text"),
-        (not engine.compile, "engine.compile=true: use false"),
+        (not engine.compile or cluster.tp == 1, "engine.compile=true: use false"),
         (not engine.offload, "engine.offload=true: use false"),
         (train.optimizer_state != "8bit", "train.optimizer_state=8bit: use fp32 or bf16"),
         (
@@ -146,16 +146,17 @@ def _model(config: Config, vocab_size: int, device: str, rank: int | None = None
     if config.cluster.pp > 1 and rank is not None:
         cluster, place = config.cluster, config.cluster.place(rank)
         own, chunks = own_stages(cluster, config.engine.chunks)[place["pp"]], config.engine.chunks
-        return build_stage(
+        model: Any = build_stage(
             config.model, vocab_size, cluster.tp, place["tp"], own, cluster.pp * chunks
         )
-    if config.cluster.tp > 1:
+    elif config.cluster.tp > 1:
         parts = build_parts(config.model, vocab_size, config.cluster.tp, device, config.seed)
         if rank is not None:
             return parts[config.cluster.place(rank)["tp"]]
         parts[0].join(parts, None)
         return parts[0]
-    model = build_model(config.model, vocab_size, device=device, seed=config.seed)
+    else:
+        model = build_model(config.model, vocab_size, device=device, seed=config.seed)
     if config.engine.compile:
         from zpp_lab.engines.compile import compile_units  # loads the compiler
 
