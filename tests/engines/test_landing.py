@@ -196,18 +196,10 @@ def summed(nodes: int, names: list[str]) -> dict[str, list[Any]]:
     return found
 
 
-def test_squares_are_summed_unit_by_unit() -> None:
-    found = run_world(2, summed, 2, list(SUMMED))
-    for same, late in found.pop("first_micro"):
-        assert same
-        assert {name.rpartition(".")[0] for name in late} >= {"blocks.1.up"}
-        assert all(name.startswith("blocks.1.") for name in late)
-    assert found == {name: [[True, []]] * 3 for name in found}
-
-
-def test_one_rank_sums_at_the_end_what_nothing_reduces() -> None:
-    found = run_world(1, summed, 1, ["untouched"])
-    assert all(same and "embed.weight" in late for same, late in found["untouched"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_squares_are_summed_behind_the_passes(world: int) -> None:
+    names = list(SUMMED) if world > 1 else ["untouched"]
+    assert run_world(world, summed, world, names) == {name: [[True, []]] * 3 for name in names}
 
 
 def test_sums_are_those_of_one_call_whatever_is_taken_together() -> None:

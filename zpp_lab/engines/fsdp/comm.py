@@ -195,7 +195,6 @@ class PackedReduce(LandedReduce):
         self.under_way.ship(send, self.landing.land(output_tensor, input_tensor.dtype, run))
         if not self.under_way.open or op != dist.ReduceOp.AVG or self._is_read_at_once():
             self.under_way.join()
-        self.begun()
         return None
 
     def _is_read_at_once(self) -> bool:

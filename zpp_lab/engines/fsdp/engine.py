@@ -13,7 +13,7 @@ CUDA graph, that step too; a norm that is not finite has held the update back on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -164,10 +164,10 @@ class FsdpEngine(Engine):
         modules: Any = dict(self.wrapped.by_name)
         where = modules, self.parameters, self.owns[0], self.clock, self.device
         if not self.residence.by_unit:
-            reduces = () if self.residence.offloads else self.wrapped.reduces
-            changed = self.parts.shared if self.parts is not None else ()
-            far, waits = self.far["gradients"], self.residence.waits
-            return Resident(*where, far, waits, reduces, changed)
+            late: Container[str] = self.parts.shared if self.parts is not None else {}
+            if self.residence.offloads:  # torch brings gradients to the host later
+                late = self.parameters
+            return Resident(*where, self.far["gradients"], self.residence.waits, late)
         how: Any = {"clip": self.config.train.clip, "watched": self.transport.watched}
         return ByUnit(*where, optimizer=self.optimizer, **how)
 

@@ -243,8 +243,6 @@ class LandedReduce(ReduceScatter):
 
     def __init__(self, landing: Landing, present: Present) -> None:
         self.landing, self.present = landing, present
-        # called on the reductions' stream once a reduction has begun; all before it are complete
-        self.begun: Callable[[], None] = _nothing
 
     def make_input(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Whole gradients, a row a rank."""
@@ -270,7 +268,6 @@ class LandedReduce(ReduceScatter):
     ) -> dist.Work | None:
         run = partial(self.run, input_tensor, group=group, op=op)
         self.landing.land(output_tensor, input_tensor.dtype, run)()
-        self.begun()
         return None
 
 

@@ -2,9 +2,9 @@
 (engine.place): gradients leave as they land, and each unit is updated just before its next forward
 gathers it.
 
-Nothing here changes a bit. Squares of a unit's gradients are summed in the last micro-step, beside
-the backward of the units before it, and the norm adds the sums in the plan's order. So it is known
-before any weight changes, and gradients that have left need not come back for it.
+Nothing here changes a bit. Squares of gradients are summed at the end of the passes, in the graph
+of a captured step, and of those that leave when they do. The norm adds the sums in the plan's
+order, so it is known before any weight changes, and gradients that have left need not come back.
 
 The update has a stream of its own, on which a unit's planes come in, are updated and leave again
 (`CompactAdamW`) while the units before it compute. FSDP2's gathers wait for it, and so does the
@@ -20,7 +20,7 @@ master and no fp32 gradient exists (`codecs/planes.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -35,7 +35,6 @@ from zpp_lab.collectives.plan import Plan
 from zpp_lab.collectives.transport import all_gather
 from zpp_lab.engines.fsdp.base import own_rows
 from zpp_lab.engines.fsdp.comm import param_groups
-from zpp_lab.engines.fsdp.gradients import LandedReduce
 from zpp_lab.engines.norm import SquareSums, in_order
 from zpp_lab.engines.optim import host
 from zpp_lab.engines.optim.build import AdamW, begin, set_rate
@@ -47,8 +46,8 @@ Update = Callable[[Iterable[str]], object]
 
 class Resident:
     """Of one rank. `far`: names of parameters whose gradients lie in host memory. `waits`: whether
-    updates wait for the next forward. `reduces`: of each module, where gradients stay on the device
-    at first. `changed`: names of parameters whose gradients change after their reduction."""
+    updates wait for the next forward. `late`: names of parameters whose gradients change after the
+    passes."""
 
     def __init__(
         self,
@@ -59,15 +58,13 @@ class Resident:
         device: torch.device,
         far: Collection[str],
         waits: bool,
-        reduces: Sequence[LandedReduce],
-        changed: Container[str],
+        late: Container[str],
     ) -> None:
-        self.parameters, self.clock, self.device, self.changed = parameters, clock, device, changed
+        self.parameters, self.clock, self.device, self.late = parameters, clock, device, late
         self.rooms: dict[str, Tensor] = {}  # where gradients go
         self.there: dict[str, Tensor] = {}  # gradients of this step, in their rooms
         trained = {n for n, p in parameters.items() if p.requires_grad}
         self.sums = SquareSums(plan, trained, device)
-        self.reduced: str | None = None  # the unit whose reduction has begun last
         self.pending: Update | None = None
         self.units = {u.unit.name: [p.name for p in u.unit.parameters] for u in plan.units}
         # by unit, until the computing stream waits for its update: its end, and what it reads
@@ -77,8 +74,6 @@ class Resident:
         self.ready: Any = None  # the event after which gradients and norm are there
         for name in trained.intersection(far):
             parameters[name].register_post_accumulate_grad_hook(partial(self._take, name))
-        for unit, reduce in zip(modules, reduces, strict=False):
-            reduce.begun = partial(self._begun, unit)
         for unit, module in modules.items() if waits else ():
             for group in param_groups(module):
                 group.unshard = partial(self._unshard, unit, group, group.unshard)
@@ -88,20 +83,12 @@ class Resident:
 
     def start(self) -> None:
         """A step's passes begin: what an earlier one left is given up."""
-        self.there, self.reduced = {}, None
+        self.there = {}
         self.sums.start()
-
-    def _begun(self, unit: str | None) -> None:
-        """A unit's reduction has begun in the last micro-step: sum the squares of the one before,
-        which is complete."""
-        before, self.reduced = self.reduced, unit if self.clock.last else None
-        if before is not None:
-            near = self._near(self.units[before])
-            self.sums.take({n: g for n, g in near.items() if n not in self.changed})
 
     def end(self) -> frozenset[str]:
         """All reductions of a step are complete; returns whose squares are summed."""
-        self._begun(None)
+        self.sums.take({n: g for n, g in self._near().items() if n not in self.late})
         return self.sums.known
 
     @torch.no_grad()
@@ -116,7 +103,7 @@ class Resident:
         room = self.rooms[name]
         if name in self.there:  # as FSDP2 adds up micro-steps
             own = room.to(self.device, non_blocking=True, copy=True).add_(own)
-        if self.clock.last and name not in self.changed:
+        if self.clock.last and name not in self.late:
             self.sums.take({name: own})
         room.copy_(own, non_blocking=True)
         self.there[name] = room
@@ -125,12 +112,11 @@ class Resident:
     def grads(self) -> dict[str, Tensor]:
         """Return this rank's shards of the mean gradient by name, without padding, wherever they
         lie."""
-        every = self._near(self.parameters) | self.there
+        every = self._near() | self.there
         return {n: every[n] for n in self.parameters if n in every}
 
-    def _near(self, names: Iterable[str]) -> dict[str, Tensor]:
-        every = ((n, self.parameters[n]) for n in names if n in self.parameters)
-        return {n: local(p.grad) for n, p in every if p.grad is not None}
+    def _near(self) -> dict[str, Tensor]:
+        return {n: local(p.grad) for n, p in self.parameters.items() if p.grad is not None}
 
     def squares(self, grads: Mapping[str, Tensor], known: Set[str]) -> Tensor:
         """Return the sum of their squares, fp64, as `norm.squares` adds it up. known: what `end`
@@ -221,7 +207,7 @@ class ByUnit(Resident):
         watched: Callable[[str, torch.device], AbstractContextManager[None]],
     ) -> None:
         """`watched`: within it ranks may be waited for."""
-        super().__init__(modules, parameters, plan, clock, device, parameters, False, (), ())
+        super().__init__(modules, parameters, plan, clock, device, parameters, False, frozenset())
         self.shards, self.world = plan.recipe.shards, plan.recipe.cluster.world
         self.optimizer, self.clip, self.watched = optimizer, clip, watched
         self.unit_of = {name: unit for unit, names in self.units.items() for name in names}

@@ -511,23 +511,14 @@ class _Rank:
         ]
 
     def _tail(self) -> dict[Moment, int]:
-        """Count squares, a unit's while the next one is reduced and the root's at the end, or all
-        there where nothing is reduced; and AdamW in plain torch."""
+        """Count the sums of squares, and AdamW in plain torch."""
         if self.residence.offloads:
             return moments()
-
-        def squares(*units: UnitPlan) -> int:
-            return square_bytes([p.shard_numel for u in units for p in _trained(u)], self.kernels)
-
-        numel = sum(p.shard_numel for u in self.plan.units for p in _trained(u))
+        shards = [p.shard_numel for u in self.plan.units for p in _trained(u)]
         ours = not self.kernels and (self.config.train.optimizer_state != "fp32" or self.planes)
         each = SCRATCH + (SPLITTING if self.planes else 0) if ours else 0
-        alone = self.untouched and self.plan.recipe.cluster.world == 1
-        block, last = squares(self.unit), squares(*(self.plan.units if alone else [self.root]))
-        found = moments(update=max(last, each * min(BATCH, numel)))
-        if not alone:
-            found |= {"early sent": block, "late sent": block, "root": block}
-        return found
+        updating = each * min(BATCH, sum(shards))
+        return moments(update=max(square_bytes(shards, self.kernels), updating))
 
     def rollout(self, vocab: int) -> dict[Moment, int]:
         """Count what generation of a rollout's rows holds beyond an evaluation: all weights, keys

@@ -246,7 +246,6 @@ class _Step:
         self.state = State(plan, config, machine)
         self.updated: list[int] = []  # end of the last update
         self.fresh: dict[str, int] = {}  # units that are updated, where that waits for a forward
-        self.by_unit = False  # whether the norm's pieces follow reductions
         self.normed: int | None = None  # the last piece
         self.landing: UnitPlan | None = None  # with train.clip_by=unit the last one reduced
         self.landed: set[str] = set()  # units of which host memory has gradients of this step
@@ -256,8 +255,6 @@ class _Step:
 
     def build(self, own_loop: bool) -> None:
         micros = self.plan.micro_steps
-        self.by_unit = own_loop and self.plan.recipe.cluster.world > 1
-        self.by_unit |= self.state.residence.by_unit
         if self.graph:
             self.host = self.line.add("host, graph", "host", "host", LAUNCH)
         if self.plan.recipe.kept:
@@ -347,7 +344,7 @@ class _Step:
         host = self.machine.host
         add = self.line.add
         self._finish()
-        norm = self.state.norm(() if self.by_unit else self.plan.units)
+        norm = self.state.norm(() if self.state.residence.by_unit else self.plan.units)
         before = [self._mark(), *self.reduced[-1:], self.normed]
         normed = add("norm", "compute", "gpu", norm, before)
         self.host = add("host, norm", "host", "host", host.norm_s if own_loop else 0.0)
@@ -438,7 +435,7 @@ class _Step:
         end = self._ship(found, "reduce", "grads", before)
         end = self.line.add("reduce kernels", "reduce: sum", "gpu", found.kernels[-1], [end])
         self.reduced.append(self._leave(unit, leaving, end) if leaving else end)
-        if self.by_unit and self.last:
+        if self.state.residence.by_unit:
             norm = self.state.norm([unit])
             self.normed = self.line.add("norm", "reduce: sum", "gpu", norm, [end])
         self._finish()
