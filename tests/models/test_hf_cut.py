@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +12,18 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from tests.engines.test_parts import ACTS8, Exact, made, train
+from tests.engines.test_parts import ACTS8, Exact, made, shared_alike, train
+from tests.engines.test_parts import batch as own_batch
 from tests.models.hf_cases import settings
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.engines.build import plan_of
+from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.models import build_model, build_parts
 from zpp_lab.models.cut import gather, merged, part_of
 from zpp_lab.models.llama import through
 from zpp_lab.models.loss import IGNORED
+from zpp_lab.runs.checkpoint.read import Saved
+from zpp_lab.runs.checkpoint.write import Checkpoints
 
 VOCAB, TP = 40, 2
 SHAPE = {"vocab_size": VOCAB, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -143,10 +149,54 @@ def test_a_sequence_longer_than_attention_sees_is_refused(
         parts[0](*batch())
 
 
+def engine_of(
+    kind: str, shape: tuple[int, int, int], recipe: dict[str, Any] | None = None, **options: Any
+) -> VirtualEngine:
+    model = {"name": "hf", "options": config(kind, vocab_size=256, **options).options}
+    return made(shape, recipe or {}, model=model)
+
+
 def test_plans_know_a_models_width_and_blocks() -> None:
-    options = config("qwen2", intermediate_size=48, vocab_size=256).options
-    engine = made((1, 4, 2), ACTS8, model={"name": "hf", "options": options})
+    engine = engine_of("qwen2", (1, 4, 2), ACTS8)
     train(engine, 0, 1)  # compares what moved
     assert engine.plan.parts is not None
     assert (engine.plan.parts.dim, engine.plan.parts.blocks) == (16, 2)
     assert engine.plan.step_bytes() == plan_of(engine.config).step_bytes()
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen3"])
+def test_raw_parts_train_and_are_evaluated_as_the_whole_model(kind: str) -> None:
+    options = {"sliding_window": 16} if kind == "mistral" else {}
+    one, two = engine_of(kind, (1, 2, 1), **options), engine_of(kind, (1, 4, 2), **options)
+    for a, b in zip(train(one, 0, 3), train(two, 0, 3), strict=True):
+        assert b == pytest.approx(a, rel=1e-4)
+    assert shared_alike(two)
+    held = [own_batch(99, i, 0) for i in range(3)]
+    scores = [engine.token_scores(3, held, True) for engine in (one, two)]
+    assert scores[1][0].tolist() == pytest.approx(scores[0][0].tolist(), rel=1e-4)
+    assert torch.equal(scores[0][1], scores[1][1])  # which targets are predicted
+
+
+def test_files_of_a_checkpoint_do_not_depend_on_parts(tmp_path: Path) -> None:
+    two, one = engine_of("qwen2", (1, 4, 2), ACTS8), engine_of("qwen2", (1, 2, 1))
+    train(two, 0, 2)
+    found = []
+    for engine in (two, one):
+        store = Checkpoints(tmp_path / str(engine.tp), 1)
+        store.save(2, engine.state_dict())
+        store.wait()
+        one.load_state_dict(Saved(store.path(2)).state())
+        every = sorted(path for path in store.path(2).rglob("*") if path.is_file())
+        found.append({p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in every})
+    assert found[0] == found[1]
+    assert any(name.endswith(".safetensors") for name in found[0])
+
+
+def test_parts_start_from_a_folder(tmp_path: Path) -> None:
+    """Of safetensors: each part reads its own rows and columns."""
+    whole: Any = build_model(config("qwen3"), VOCAB, seed=6)
+    whole.save_pretrained(tmp_path)
+    folder = ModelConfig(name="hf", path=str(tmp_path), weights="pretrained")
+    parts = [dict(part.named_parameters()) for part in build_parts(folder, VOCAB, TP, "cpu")]
+    for name, p in whole.named_parameters():
+        assert torch.equal(merged(name, [own[name] for own in parts]), p), name
