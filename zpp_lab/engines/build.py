@@ -61,7 +61,7 @@ def build_engine(config: Config, vocab_size: int, device: torch.device) -> Engin
     if config.engine.name == "fsdp":
         from zpp_lab.engines.fsdp.engine import FsdpEngine
 
-        model = _model(config, vocab_size, "meta", dist.get_rank())
+        model = model_of(config, vocab_size, "meta", dist.get_rank())
         return FsdpEngine(model, build_plan(model, config), config, device)
     if config.engine.name == "deepspeed":
         from zpp_lab.engines.deepspeed.engine import DeepSpeedEngine
@@ -72,7 +72,7 @@ def build_engine(config: Config, vocab_size: int, device: torch.device) -> Engin
 
     if config.engine.deterministic:  # cuBLAS reads it when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    model = _model(config, vocab_size, str(device))
+    model = model_of(config, vocab_size, str(device))
     return VirtualEngine(model, build_plan(model, config), config)
 
 
@@ -141,7 +141,7 @@ def check_engine(config: Config) -> None:
         deepspeed_settings(config)
 
 
-def _model(config: Config, vocab_size: int, device: str, rank: int | None = None) -> Any:
+def model_of(config: Config, vocab_size: int, device: str, rank: int | None = None) -> Any:
     """Build the whole model, or what `rank` has of it; None: all tensor parts, joined."""
     if config.cluster.pp > 1 and rank is not None:
         cluster, place = config.cluster, config.cluster.place(rank)

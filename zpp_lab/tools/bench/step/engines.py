@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -25,7 +26,7 @@ from zpp_lab.collectives.transport import Transport
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import Batch, Batches, Engine
-from zpp_lab.engines.build import build_engine, build_plan
+from zpp_lab.engines.build import build_engine, build_plan, model_of
 from zpp_lab.engines.fsdp.engine import FsdpEngine
 from zpp_lab.engines.fsdp.graph import WARM_UP
 from zpp_lab.engines.optim.build import adamw
@@ -107,6 +108,9 @@ class Through:
 
 def quick(config: Config, device: torch.device) -> Timed:
     """Build engine=fsdp; arms of one process share their communicators."""
+    if config.cluster.split:  # each cell has groups of its own
+        own = model_of(config, vocabulary(config), "meta", dist.get_rank())
+        return Through(QuickStart(own, build_plan(own, config), config, device))
     cluster, choice = config.cluster, config.engine.transport
     key = cluster.nodes, cluster.gpus_per_node, choice
     if key not in TRANSPORTS:
