@@ -211,7 +211,7 @@ def check(command: list[str]) -> None:
 def after_options(words: list[str]) -> tuple[str, list[str]]:
     """torchrun's words → the script and its own."""
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
-    assert set(words[:at]) <= {"--standalone", "--nproc-per-node", "2", "4"}, words
+    assert set(words[:at]) <= {"--standalone", "--nproc-per-node", "1", "2", "4"}, words
     return words[at], words[at + 1 :]
 
 
