@@ -521,11 +521,17 @@ def quantized_share(phases: Iterable[tuple[int, Plan]]) -> dict[Wire, float]:
     }
 
 
-def bytes_per_step(phases: Sequence[tuple[int, Plan]]) -> int | float:
-    """Of all wires and ranks; the mean over so many steps under each plan."""
-    every = sum(steps * sum(map(sum, plan.step_bytes().values())) for steps, plan in phases)
-    steps = sum(steps for steps, _ in phases)
-    return every / steps if every % steps else every // steps
+def bytes_per_step(phases: Sequence[tuple[int, Plan]], per_rollout: int = 1) -> int | float:
+    """Of all wires and ranks; the mean over so many steps under each plan. per_rollout: steps that
+    learn from a rollout, where plans have any, which gathers each unit once."""
+    every, begun = no_bytes(), 0
+    for steps, plan in phases:
+        add_bytes(every, plan.step_bytes(), steps)
+        rollouts = -(-(begun + steps) // per_rollout) - -(-begun // per_rollout)
+        add_bytes(every, plan.rollout_bytes(None), rollouts if plan.rollouts else 0)
+        begun += steps
+    total = sum(map(sum, every.values()))
+    return total / begun if total % begun else total // begun
 
 
 def no_bytes() -> Bytes:

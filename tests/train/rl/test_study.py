@@ -20,6 +20,7 @@ from zpp_lab.study.report.export import run_rows
 from zpp_lab.study.report.figures.curves import run_curves
 from zpp_lab.study.report.report import build_report
 from zpp_lab.study.run.plan import Planner
+from zpp_lab.train.memory.forecast import foresee
 from zpp_lab.train.trainer import run
 
 
@@ -36,12 +37,15 @@ def test_a_study_of_rewards_is_judged_in_points(tmp_path: Path) -> None:
             ArmConfig("r4", ["recipe=base", "recipe.weights_rollout.bits=4"]),
         ],
     )
+    foreseen: dict[str, float | None] = {}
     for arm, override in arms.items():
         for seed in study.seeds:
             place = [f"run.dir={tmp_path / arm / f'seed{seed}'}", f"data.cache_dir={tmp_path}/data"]
             whose = [f"run.arm={arm}", "run.study=tiny", f"seed={seed}", "recipe=base"]
             more = ["rl.rewards=[format]", f"recipe.name={arm}", override, "train.steps=2"]
-            run(compose([*SMALL, *place, *whose, *more]))
+            config = compose([*SMALL, *place, *whose, *more])
+            foreseen[arm] = foresee(config).step_bytes
+            run(config)
     result = read_result(tmp_path, study)
     assert result.margin == 0.05
     assert not any("train.eval_tokens" in text for text in (*result.notes, result.arms[1].text))
@@ -51,7 +55,7 @@ def test_a_study_of_rewards_is_judged_in_points(tmp_path: Path) -> None:
         sent = [row[name] for name in row if name.startswith("bytes_weights_rollout")]
         assert sum(sent) > 0
         every = (row[n] for n in row if n.startswith("bytes_") and n.endswith(("intra", "inter")))
-        assert sum(every) == 2 * row["bytes_per_step"]
+        assert sum(every) == 2 * row["bytes_per_step"] == 2 * foreseen[row["arm"]]
         assert (row["quantized_weights_rollout"] > 0.9) == (row["arm"] == "r4")
     report = build_report(tmp_path, study)
     pictures = [p for p in report.figures if p.suffix == ".svg"]

@@ -38,8 +38,11 @@ def foresee(config: Config) -> Foreseen:
     from zpp_lab.collectives.plan import bytes_per_step, quantized_share
     from zpp_lab.engines.build import plans_of
 
-    plans = plans_of(config)
-    return Foreseen(bytes_per_step(plans), memory_need(config), quantized_share(plans))
+    plans, rl = plans_of(config), config.rl
+    each: float | None = bytes_per_step(plans, rl.steps_per_rollout)
+    if config.task == "rl" and rl.gather == "token":  # as many gathers as tokens are sampled
+        each = None
+    return Foreseen(each, memory_need(config), quantized_share(plans))
 
 
 def memory_need(config: Config) -> Needed | None:
