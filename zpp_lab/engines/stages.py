@@ -25,6 +25,7 @@ from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.pipe import Pipe, name_of
 from zpp_lab.collectives.plan import Bytes, Plan
 from zpp_lab.collectives.recipe import DTYPES
+from zpp_lab.collectives.watchdog import meeting
 from zpp_lab.config.cluster import CELL
 from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import ACTS_PIPE
@@ -34,6 +35,8 @@ from zpp_lab.engines.fsdp.watch import RankWatch
 from zpp_lab.engines.fsdp.wrap import Wrapped
 from zpp_lab.engines.units import ROOT
 from zpp_lab.models.stages import blocks_of
+
+BETWEEN = f"{ACTS_PIPE} (stages)"
 
 
 class OwnStages:
@@ -75,7 +78,8 @@ class OwnStages:
             self.schedules[nbytes] = self._schedule(nbytes)
         each = torch.zeros(len(batches), device=self.device)  # for torch to split, and no more
         first, last = 0 in self.model.own, self.count - 1 in self.model.own
-        self.schedules[nbytes].step(*([each] if first else []), target=each if last else None)
+        with meeting(BETWEEN):
+            self.schedules[nbytes].step(*([each] if first else []), target=each if last else None)
         self.clock.observer = None
         self.wrapped.reshard()
         return self.losses
@@ -157,6 +161,10 @@ class OwnStages:
     def scores(self, batch: Batch) -> Tensor:
         """Return the scores of a batch's counted targets where the last stage is, else none; every
         rank of the pipeline calls it."""
+        with meeting(BETWEEN):
+            return self._scores(batch)
+
+    def _scores(self, batch: Batch) -> Tensor:
         found = torch.empty(2, 0, device=self.device)
         for stage in self.model.own:
             x = None

@@ -101,8 +101,9 @@ class Through:
     def step(self, number: int, batches: Batches, ahead: Batches | None = None) -> Bytes | None:
         result = self.engine.step(number, LR, batches, False, ahead)
         sent, self.waiting = result.bytes, result.seconds.get("waiting")
-        # an untouched FSDP2 has no ledger: its figures would be the plan's
-        seen = not isinstance(self.engine, FsdpEngine) or self.engine.wrapped.installed
+        # an untouched FSDP2 has no ledger: its figures would be the plan's, unless it sends nothing
+        own = self.engine
+        seen = not isinstance(own, FsdpEngine) or own.wrapped.installed or own.cluster.world == 1
         return sent if seen and any(sum(t) for t in sent.values()) else None
 
 
