@@ -82,6 +82,8 @@ class _Staged(Llama):
 
 
 class StageLlama(_Staged):
+    """Some stages of the whole decoder."""
+
     def start(self, seed: int) -> Start:
         with torch.device("meta"):
             start = Llama(self.cfg, self.vocab_size).start(seed)
