@@ -37,6 +37,7 @@ STUDY_HELDOUT = 2**21  # of a study on GPUs that does not say: 0.0007 nats, by t
 
 SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2}  # of pipelines; stages of a rank
 Plane = Literal["masters", "moments", "gradients"]  # what engine.place places
+Gib = Annotated[float, Field(gt=0, le=1e6)]
 TrainDtype = Literal["fp32", "bf16", "fp16"]  # fp16: engine=deepspeed, which scales the loss
 
 
@@ -48,7 +49,8 @@ class EngineConfig:
     threads: Annotated[int, Field(ge=0, le=4096)] = 0  # CPU threads; 0 leaves torch's choice
     deterministic: bool = True
     # on a GPU, forward and backward are replayed from a CUDA graph: of each rank's pass in turn
-    # (virtual), or of all passes of a step with their transfers (fsdp: where that can be)
+    # (virtual), or of all passes of a step with their transfers (fsdp: where that can be); with
+    # task=rl also the built-in decoder's passes of generation
     graph: bool | Literal["auto"] = "auto"
     lanes: Count = 0  # virtual, on a GPU: ranks side by side; 0 by the size of a pass
     ordered: bool = False  # fsdp: sums in rank order for zero3 too, so that it equals `virtual`
@@ -64,8 +66,8 @@ class EngineConfig:
     # them as a GPU of gpu_gib needs, where a host has host_gib for all of its ranks; by default
     # those of this machine. A run keeps its first choice.
     place: Literal["device", "host", "auto"] | dict[Plane, Count] = "device"
-    gpu_gib: AboveZero | None = None
-    host_gib: AboveZero | None = None
+    gpu_gib: Gib | None = None
+    host_gib: Gib | None = None
     compile: bool = (
         False  # torch.compile of each block's forward; other bits, the same in all engines
     )

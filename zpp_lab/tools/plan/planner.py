@@ -124,8 +124,10 @@ def plan_command(
 def device_memory(gpu_gib: float | None) -> tuple[int, bool]:
     """Return a GPU's bytes: `gpu_gib`, else of the GPU seen here, else DEFAULT_GIB; and whether
     they are that last one, which a user must hear of (NO_GPU). ValueError for no memory."""
-    if gpu_gib is not None and gpu_gib <= 0:
-        raise ValueError(f"--memory-gib {gpu_gib:g} (also --gpu-gib): use more than 0")
+    if gpu_gib is not None and not 0 < gpu_gib <= 1e6:
+        raise ValueError(
+            f"--memory-gib {gpu_gib:g} (also --gpu-gib): use more than 0 and at most 1000000"
+        )
     seen = gpu_gib * GIB if gpu_gib else gpu_memory()
     return int(seen or DEFAULT_GIB * GIB), not seen
 
