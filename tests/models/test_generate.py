@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -178,6 +180,38 @@ def test_captured_passes_draw_the_same_bits(kind: str) -> None:
         assert len(calls) == 3
         for name in ("tokens", "lengths", "logprobs", "mask"):
             assert getattr(first, name).equal(getattr(again, name)), name
+
+
+@pytest.mark.parametrize(
+    ("first", "raised", "named"),
+    [
+        (RuntimeError("first"), ValueError, "first.*engine.graph=false"),
+        (torch.OutOfMemoryError("full"), torch.OutOfMemoryError, "full"),
+        (KeyboardInterrupt("stop"), KeyboardInterrupt, "stop"),
+        (None, ValueError, "end.*engine.graph=false"),
+    ],
+)
+def test_a_capture_that_fails_names_its_first_error(
+    first: BaseException | None, raised: Any, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def capture_begin(self, **how: Any) -> None:
+            pass
+
+        def capture_end(self) -> None:
+            raise RuntimeError("end")
+
+    def run() -> None:
+        if first is not None:
+            raise first
+
+    graphs: Any = object.__new__(Graphs)
+    graphs.stream, graphs.pool = Mock(), None
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Broken)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
+    with pytest.raises(raised, match=named):
+        graphs.capture(run)
 
 
 def test_what_a_captured_pass_reads_stays_where_it_is() -> None:

@@ -57,6 +57,20 @@ def test_a_rollout_has_its_line() -> None:
     assert both[0] - cache == 4 * blocks
 
 
+GENERATES = ["experiment=rl_addition", "engine.device=auto"]
+
+
+def test_a_graph_of_generation_keeps_its_memory_in_training() -> None:
+    rl = compose([*GENERATES, "rl.max_new_tokens=6"])
+    kept = estimate(plan_of(rl), rl, 256).item("rollout's CUDA graph")
+    assert kept.nbytes["loss"] == kept.nbytes["eval"] > 0
+    for words in (["rl.max_new_tokens=5"], ["engine.graph=false"], ["engine.device=cpu"]):
+        other = compose([*GENERATES, "rl.max_new_tokens=6", *words])
+        names = {item.name for item in estimate(plan_of(other), other, 256).items}
+        assert "rollout" in names
+        assert kept.name not in names
+
+
 # ---------------------------------------------------------------------- a real run
 
 

@@ -26,6 +26,11 @@ WARM_UP = 2  # passes before a capture: kernels are loaded, tables are made
 PAYS = 4  # passes that make up for a capture, which takes the host as long as one
 
 
+def is_captured(max_new: int) -> bool:
+    """Return whether completions are long enough for a capture."""
+    return max_new - WARM_UP >= PAYS
+
+
 @dataclass(frozen=True)
 class Completions:
     """Prompts with what was generated after them, on the prompts' device.
@@ -96,20 +101,24 @@ class Graphs:
         it cannot be captured."""
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        failed: BaseException | None = None
         with torch.cuda.stream(self.stream):
             try:
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     run()
-                finally:
-                    graph.capture_end()
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                raise ValueError(
-                    f"a pass of generation cannot be captured in a CUDA graph ({error}): set "
-                    "engine.graph=false"
-                ) from error
+                except BaseException as error:
+                    failed = error
+                graph.capture_end()
+            except RuntimeError as error:  # mostly because of the first one
+                failed = failed or error
+        if isinstance(failed, RuntimeError) and not isinstance(failed, torch.OutOfMemoryError):
+            raise ValueError(
+                f"a pass of generation cannot be captured in a CUDA graph ({failed}): set "
+                "engine.graph=false"
+            ) from failed
+        if failed is not None:
+            raise failed
         self.last = graph
         return graph.replay
 
@@ -188,7 +197,7 @@ def generate(
     for number in range(1, max_new):
         if all_done(not bool(rows.live.any())):
             break
-        if number == WARM_UP and graphs is not None and max_new - number >= PAYS:
+        if number == WARM_UP and graphs is not None and is_captured(max_new):
             run = graphs.capture(go_on)
         run()
     return Completions(rows.tokens, rows.lengths, rows.logprobs, rows.mask)

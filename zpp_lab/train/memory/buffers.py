@@ -49,7 +49,8 @@ ALIGN = 256  # bytes; of a slot
 
 @dataclass(frozen=True)
 class Item:
-    """One kind of memory of one rank, in bytes by moment. `outside`: not of torch's allocator."""
+    """One kind of memory of one rank, in bytes by moment. `outside`: torch's
+    allocator does not count it as allocated."""
 
     name: str
     nbytes: dict[Moment, int]

@@ -25,6 +25,7 @@ from zpp_lab.engines.norm import square_bytes
 from zpp_lab.engines.optim import BATCH, SCRATCH, SPLITTING, StateKind, state_bytes
 from zpp_lab.engines.optim.host import STAGE, STREAMS, pinned_bytes, pinned_state_bytes
 from zpp_lab.engines.units import ROOT, far_names, is_untouched
+from zpp_lab.models.generate import is_captured
 from zpp_lab.models.lora import A as LORA_A
 from zpp_lab.models.loss import heldout_size
 from zpp_lab.train.memory.activations import FP32, Activations
@@ -114,6 +115,7 @@ def _of_rank(plan: Plan, config: Config, vocab: int) -> Estimate:
     items = [*holder.state(), *holder.wires(), *holder.compute(), *holder.constants()]
     if plan.rollouts:
         items.append(Item("rollout", holder.rollout(vocab)))
+        items.append(Item("rollout's CUDA graph", always(holder.captured(vocab)), outside=True))
     if config.rl.learned:
         from zpp_lab.train.rl.learned import held_bytes  # with what reads checkpoints
 
@@ -529,8 +531,20 @@ class _Rank:
         every = self.weight * sum(map(_numel, self.plan.units))
         whole = recipe.config.again and recipe.shards > 1
         held = cache + (every - self._gathered()["eval"] if whole else 0)
-        drawn = rows * vocab * (self.weight + SAMPLED)
-        return moments() | {"eval": held, "eval loss": held + drawn}
+        return moments() | {"eval": held, "eval loss": held + self._drawn(vocab)}
+
+    def captured(self, vocab: int) -> int:
+        """Count what a graph of generation's passes keeps for the next rollout; nothing else may
+        use it, and torch does not count it as allocated."""
+        engine, model = self.config.engine, self.config.model
+        graphs = engine.graph and engine.device != "cpu" and model.name == "llama"
+        return self._drawn(vocab) if graphs and is_captured(self.config.rl.max_new_tokens) else 0
+
+    def _drawn(self, vocab: int) -> int:
+        """Count the logits of a rank's rows with their noise."""
+        rl = self.config.rl
+        rows = -(-rl.prompts * rl.samples // self.plan.recipe.cluster.world)
+        return rows * vocab * (self.weight + SAMPLED)
 
     def _flow(self) -> dict[Moment, int]:
         """Count a unit's backward beyond the activations that its blocks begin with. A block that
