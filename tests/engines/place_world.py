@@ -2,7 +2,9 @@
 
 torchrun --standalone --nproc-per-node 1 -m tests.engines.place_world ANSWERS (or 2)
 
-Each unit's update is held up on its stream, so that whoever does not wait for it reads old weights.
+Each unit's update is held up on its stream, so that whoever does not wait for it reads old weights;
+once more a block's planes are held up before they leave, so that its next update, to which they
+come in on the other stream, finds old ones unless it waits.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +33,14 @@ from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.fsdp.engine import FsdpEngine
 from zpp_lab.engines.fsdp.resident import Resident
+from zpp_lab.engines.optim.adamw import CompactAdamW
+from zpp_lab.engines.optim.host import STREAMS, Streams
 from zpp_lab.models import build_model
 from zpp_lab.runs.checkpoint.read import flat, local
 
 MODEL = ModelConfig(dim=384, layers=4, heads=4, kv_heads=2, ffn=1024)
 HELD = 20_000_000  # clocks that an update is held up, about 10 ms
+LEFT = 100 * HELD  # that planes are held up before they leave, much longer than a step
 SOME: list[Place] = ["host", {"masters": 2, "moments": 3, "gradients": 1}, {"gradients": 4}]
 CASES = {
     1: ("split_zero3", "split_fp32_states", "8bit_states"),
@@ -52,7 +58,7 @@ def places(case: str) -> list[Place]:
 def names(world: int) -> list[str]:
     """The name of every answer of `main`."""
     every = (f"{case}, {place}" for case in CASES[world] for place in places(case))
-    return [*every, "by the host", "without a wait"]
+    return [*every, "by the host", "without a wait", *LATE]
 
 
 def made(case: str, place: Place, transport: Any, device: torch.device) -> FsdpEngine:
@@ -111,6 +117,42 @@ def without_a_wait(case: str, transport: Any, device: torch.device) -> bool:
         Resident._arrived, Resident._unshard = arrived, unshard  # type: ignore[method-assign]
 
 
+LATE = ("planes leave late", "without a wait for planes")
+
+
+def leaves_late(case: str, transport: Any, device: torch.device) -> Iterator[tuple[str, Any]]:
+    """With moments of the last block that leave late: what differs; and whether something does
+    where nobody waits for that. They come in on the other stream in the next step."""
+    wanted = outcome(case, "device", transport, device)
+    mark, follow, begin, update = Streams.mark, Streams.follow, CompactAdamW.begin, Resident._update
+    last = False
+
+    def late(self: Streams) -> list[Any]:
+        done = mark(self)
+        if last and torch.cuda.current_stream() == self.streams[0]:
+            torch.cuda._sleep(LEFT)
+        return done
+
+    def turned(self: CompactAdamW, number: int, *args: Any) -> None:
+        if self.streams is not None:
+            self.streams.turns = number % STREAMS
+        begin(self, number, *args)
+
+    def noted(self: Resident, unit: str) -> None:
+        nonlocal last
+        last = unit == list(self.units)[-2]
+        update(self, unit)
+
+    Streams.mark, CompactAdamW.begin, Resident._update = late, turned, noted  # type: ignore[method-assign]
+    try:
+        yield LATE[0], differs(outcome(case, "host", transport, device), wanted)
+        Streams.follow = lambda *args: None  # type: ignore[method-assign]
+        yield LATE[1], bool(differs(outcome(case, "host", transport, device), wanted))
+    finally:
+        Streams.mark, Streams.follow = mark, follow  # type: ignore[method-assign]
+        CompactAdamW.begin, Resident._update = begin, update  # type: ignore[method-assign]
+
+
 def main() -> None:
     device = init()
     torch.use_deterministic_algorithms(True)
@@ -132,6 +174,8 @@ def main() -> None:
             keep(f"{case}, {place}", differs(run(case, place), wanted))
     keep("by the host", by_the_host("split_zero3", transport, device))
     keep("without a wait", without_a_wait("split_zero3", transport, device))
+    for name, found in leaves_late("split_zero3", transport, device):
+        keep(name, found)
     dist.barrier()
     torch.cuda.synchronize()
     os._exit(0)  # groups that are torn down may abort

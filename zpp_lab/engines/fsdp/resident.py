@@ -7,9 +7,10 @@ of a captured step, and of those that leave when they do. The norm adds the sums
 order, so it is known before any weight changes, and gradients that have left need not come back.
 
 The update has a stream of its own, on which a unit's planes come in, are updated and leave again
-(`CompactAdamW`) while the units before it compute. FSDP2's gathers wait for it, and so does the
-computing stream, which lets go of the gradients only then. Units that a step does not run are
-updated after its first forward. So no backward overwrites a gradient that is still to be used.
+(`CompactAdamW`) while the units before it compute. A unit's come in while those before it leave:
+FSDP2's gathers wait for its new weights alone, and so does the computing stream, which lets go of
+the gradients only then. Units that a step does not run are updated after its first forward. So no
+backward overwrites a gradient that is still to be used.
 
 `ByUnit` updates a unit as soon as it has been reduced (train.clip_by=unit).
 
@@ -40,8 +41,9 @@ from zpp_lab.engines.optim import host
 from zpp_lab.engines.optim.build import AdamW, begin, set_rate
 from zpp_lab.engines.optim.shards import local, sharded_as
 
-# updates the parameters of these names; returns what it reads
-Update = Callable[[Iterable[str]], object]
+# updates the parameters of these names; returns what it reads, and events after which weights are
+# new, besides what the current stream does
+Update = Callable[[Iterable[str]], tuple[object, list[Any]]]
 
 
 class Resident:
@@ -67,8 +69,9 @@ class Resident:
         self.sums = SquareSums(plan, trained, device)
         self.pending: Update | None = None
         self.units = {u.unit.name: [p.name for p in u.unit.parameters] for u in plan.units}
-        # by unit, until the computing stream waits for its update: its end, and what it reads
-        self.under_way: dict[str, tuple[Any, object]] = {}
+        # by unit, until the computing stream waits for its weights: their events, and what the
+        # update reads
+        self.under_way: dict[str, tuple[list[Any], object]] = {}
         on_gpu = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if on_gpu and waits else None
         self.ready: Any = None  # the event after which gradients and norm are there
@@ -141,7 +144,8 @@ class Resident:
         self.pending = None
 
     def settle(self) -> None:
-        """Update what waits; the current stream goes on afterwards."""
+        """Update what waits; the current stream goes on once weights are new. Planes may still be
+        leaving."""
         if self.pending is not None:
             for unit in (*list(self.units)[-1:], *list(self.units)[:-1]):
                 self._update(unit)
@@ -154,8 +158,8 @@ class Resident:
     ) -> None:
         if self.pending is not None:
             self._update(unit)
-            if self.stream is not None:
-                group._wait_all_gather_streams_on_event(self.under_way[unit][0])
+            for new in self.under_way[unit][0]:
+                group._wait_all_gather_streams_on_event(new)
         unshard(*args, **kwargs)
 
     def _wait(self, unit: str, wait_for_unshard: Callable[[], None]) -> None:
@@ -168,18 +172,19 @@ class Resident:
         if unit in self.under_way:
             return
         if self.stream is None:
-            self.under_way[unit] = None, self.pending(self.units[unit])
+            read, _ = self.pending(self.units[unit])
+            self.under_way[unit] = [], read
             return
         self.stream.wait_event(self.ready)
         with torch.cuda.stream(self.stream):
-            read = self.pending(self.units[unit])
-            self.under_way[unit] = self.stream.record_event(), read
+            read, news = self.pending(self.units[unit])
+            self.under_way[unit] = [*news, self.stream.record_event()], read
 
     def _arrived(self, unit: str) -> None:
-        """Let the current stream wait for a unit's update, and let go of what that has read."""
-        end, _ = self.under_way.pop(unit, (None, None))
-        if end is not None:
-            torch.cuda.current_stream(self.device).wait_event(end)
+        """Let the current stream wait for a unit's weights, and let go of what has been read."""
+        news, _ = self.under_way.pop(unit, ([], None))
+        for new in news:
+            torch.cuda.current_stream(self.device).wait_event(new)
 
 
 # ---------------------------------------------------------------------- unit by unit

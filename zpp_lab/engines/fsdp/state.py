@@ -13,7 +13,7 @@ from zpp_lab.codecs.planes import joined
 from zpp_lab.engines.frozen import check_marks
 from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp.kept import Kept, on_ranks
-from zpp_lab.engines.fsdp.resident import Masters
+from zpp_lab.engines.fsdp.resident import Masters, Update
 from zpp_lab.engines.fsdp.wrap import Wrapped
 from zpp_lab.engines.optim.build import (
     AdamW,
@@ -50,20 +50,19 @@ class EngineState:
 
     def updates(
         self, step: int, factor: Tensor | None, ok: Tensor, grads: Mapping[str, Tensor], whole: bool
-    ) -> Callable[[Iterable[str]], object]:
+    ) -> Update:
         """Take all gradients; returns what updates the parameters of given names that have one,
-        each once, and returns these: clipped by `factor`, and unchanged where `ok` is false on the
-        device. `whole`: update all of them now, as their states come from host memory while others
-        go back."""
+        each once: clipped by `factor`, and unchanged where `ok` is false on the device. `whole`:
+        update all of them now, as their states come from host memory while others go back."""
         found = dict(grads)
         self.optimizer.zero_grad(set_to_none=True)
-        change = begin(self.optimizer, ok, step, factor)
+        change = begin(self.optimizer, ok, step, factor, whole)
 
-        def update(names: Iterable[str]) -> dict[Tensor, Tensor]:
+        def update(names: Iterable[str]) -> tuple[object, list[Any]]:
             taken = [name for name in names if name in found]
             own: dict[Tensor, Tensor] = {self.parameters[n]: found.pop(n) for n in taken}
-            change(own)
-            return own
+            ends = change(own)
+            return own, ends or []
 
         if whole:
             update(self.parameters)

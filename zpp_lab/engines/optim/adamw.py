@@ -133,15 +133,17 @@ class CompactAdamW(torch.optim.Optimizer):
         self.factor = None if factor is None else factor.to(self.device)
 
     @torch.no_grad()
-    def update(self, grads: Mapping[Tensor, Tensor]) -> None:
-        """Update parameters with these gradients of their rows, which may be overwritten."""
+    def update(self, grads: Mapping[Tensor, Tensor], whole: bool = True) -> list[Any]:
+        """Update parameters with these gradients of their rows, which may be overwritten. `whole`:
+        the current stream waits until all is where it belongs. Else it does not wait: returns the
+        events after which weights are new and gradients have been read."""
         trained = [[p for p in group["params"] if p in grads] for group in self.param_groups]
         every = [p for ps in trained for p in ps]
         for p in every:
             if p not in self.state:
                 self.state[p] = self.zero_state(p)
         if not every:
-            return
+            return []
         if self.ok is None:
             torch._foreach_add_([self.state[p]["step"] for p in every], 1.0)
         else:  # as a list: with one tensor torch would wait for the device
@@ -154,16 +156,19 @@ class CompactAdamW(torch.optim.Optimizer):
         passing = any(p in far for far in self.far.values() for p in every)
         if passing and self.streams is None:
             self.streams = host.Streams(self.device)
+        ends: list[Any] = []
         for group, parameters in zip(self.param_groups, trained, strict=True):
             if not passing or self.streams is None:
                 self._change(group, parameters)
                 continue
             for part in together(parameters, self._nbytes, host.STAGE):
-                with self.streams.next(), self._passing(part):
+                with self.streams.next(part), self._passing(part):
                     self._change(group, part)
-        if passing and self.streams is not None:
-            self.streams.join()
+                    ends += self.streams.mark()
         self.grads = {}
+        if passing and self.streams is not None and whole:
+            self.streams.join()
+        return [] if whole else ends
 
     def _change(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Update parameters and what `_parts` returns; without noise by the kernel."""

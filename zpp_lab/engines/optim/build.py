@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,16 +112,18 @@ def update(optimizer: AdamW, number: int, ok: Tensor | None = None) -> None:
 
 
 def begin(
-    optimizer: AdamW, ok: Tensor, number: int, factor: Tensor | None = None
-) -> Callable[[Mapping[Tensor, Tensor]], None]:
+    optimizer: AdamW, ok: Tensor, number: int, factor: Tensor | None = None, whole: bool = True
+) -> Callable[[Mapping[Tensor, Tensor]], list[Any] | None]:
     """Begin step `number` of shards; returns what updates some parameters, each once, with
     gradients times `factor`, or nothing where `ok` is false. Where weights lie on the CPU the host
-    asks."""
+    asks. `whole`: as in `CompactAdamW.update`."""
     assert isinstance(optimizer, CompactAdamW | ShardAdamW)
     decides = on_device(optimizer)
     if not decides and not bool(ok):
         return lambda grads: None
     optimizer.begin(number, ok if decides else None, factor)
+    if isinstance(optimizer, CompactAdamW):
+        return partial(optimizer.update, whole=whole)
     return optimizer.update
 
 

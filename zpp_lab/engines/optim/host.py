@@ -7,7 +7,8 @@ touch them, and the driver registers them in pieces, in a third of the time.
 A step uses each moment once, so moments need not lie on the GPU, nor low planes of masters or
 gradients. They come in some parameters at a time, are updated by the same code and to the same bits
 as on the GPU, and all but gradients go out again. Two streams take turns (`Streams`), so that one's
-come while the other's go: the bus carries both ways at once.
+come while the other's go: the bus carries both ways at once. Updated weights are there before
+moments have gone out.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,18 +98,32 @@ class Streams:
         cuda = device.type == "cuda"
         self.streams = [torch.cuda.Stream(device) for _ in range(STREAMS)] if cuda else []
         self.turns = 0
+        self.ended: dict[Tensor, Any] = {}  # the event after an item's last body
 
     @contextmanager
-    def next(self) -> Iterator[None]:
-        """Run the body's work after what the current stream has so far."""
+    def next(self, items: Sequence[Tensor]) -> Iterator[None]:
+        """Run the body's work after what the current stream has so far, and after the last body of
+        each of these items, which another stream may have."""
         if not self.streams:
             yield
             return
         stream = self.streams[self.turns % STREAMS]
         self.turns += 1
         stream.wait_stream(torch.cuda.current_stream())
+        self.follow(stream, items)
         with torch.cuda.stream(stream):
             yield
+        self.ended |= dict.fromkeys(items, stream.record_event())
+
+    def follow(self, stream: Any, items: Sequence[Tensor]) -> None:
+        """Let a stream wait for the last body of each of these items."""
+        for item in items:
+            if item in self.ended:
+                stream.wait_event(self.ended[item])
+
+    def mark(self) -> list[Any]:
+        """Return the event after what a body has done so far; none on a CPU."""
+        return [torch.cuda.current_stream().record_event()] if self.streams else []
 
     def join(self) -> None:
         """Let the current stream wait for all of them."""

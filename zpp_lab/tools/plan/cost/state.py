@@ -1,6 +1,6 @@
 """What updates, and gradients on their way to host memory, move over the bus and in GPU memory.
 
-A unit's parameters are updated in stages, in two streams: one stage comes in while another goes out
+Parameters are updated in stages, in two streams: one stage comes in while another goes out
 (`engines/optim/host.py`). Both ways are taken to have half of what the bus carries in all.
 """
 

@@ -12,8 +12,8 @@ new weights while these run.
 
 Then gradients are measured and clipped, AdamW runs and the host reads the loss. New node-replicated
 weights travel at the beginning of a step. With engine.place units are updated there too, each
-before its gather, and gradients leave as they are reduced: a lane of the bus each way. With
-train.clip_by=unit a unit is updated once the next one is reduced.
+before its gather and while planes of the one before leave, and gradients leave as they are reduced:
+a lane of the bus each way. With train.clip_by=unit a unit is updated once the next one is reduced.
 
 A prediction is made of tasks on streams, which run in order and share resources (the GPU, a link):
 the stream that has been ready longest goes first. A task is not interrupted.
@@ -245,6 +245,7 @@ class _Step:
         self.renewed: dict[str, int] = {}  # units whose new weights nodes have
         self.state = State(plan, config, machine)
         self.updated: list[int] = []  # end of the last update
+        self.turns = 0  # of the streams of updates
         self.fresh: dict[str, int] = {}  # units that are updated, where that waits for a forward
         self.normed: int | None = None  # the last piece
         self.landing: UnitPlan | None = None  # with train.clip_by=unit the last one reduced
@@ -358,23 +359,27 @@ class _Step:
         self._mark()
 
     def _renew(self, line: Timeline, units: Sequence[UnitPlan], after: Iterable[int | None]) -> int:
-        """Update units after those before them; return the end."""
-        waits, ends = [*after, *self.updated], dict[int, int]()
-        for i, stage in enumerate(self.state.stages(units)):
-            lane = f"update: {i % STREAMS}"
+        """Update units; return when their weights are new. Without forwards to wait for, all comes
+        after the units before, and the end is when all is where it belongs."""
+        deferred = self.state.residence.waits
+        waits, ends = [*after, *(() if deferred else self.updated)], list[int]()
+        for stage in self.state.stages(units):
+            lane = f"update: {self.turns % STREAMS}"
+            self.turns += 1
             if stage.comes:
                 line.add("state in", lane, IN, stage.comes, waits)
-            ends[i % STREAMS] = line.add("optimizer", lane, "gpu", stage.update, waits)
+            ends.append(line.add("optimizer", lane, "gpu", stage.update, waits))
             if stage.goes:
-                ends[i % STREAMS] = line.add("state out", lane, OUT, stage.goes, waits)
-        self.updated = [line.add("mark", "update: end", None, 0.0, [*ends.values(), *waits])]
+                gone = line.add("state out", lane, OUT, stage.goes, waits)
+                ends += [] if deferred else [gone]
+        self.updated = [line.add("mark", "update: end", None, 0.0, [*ends, *waits])]
         return self.updated[0]
 
     def _flush(self) -> float:
         """Return the seconds of a deferred update alone."""
         if not self.state.residence.waits:
             return 0.0
-        line, self.updated = Timeline(), []
+        line, self.updated, self.turns = Timeline(), [], 0
         for unit in (self.root, *self.units):
             self._renew(line, [unit], [])
         return max(line.run())
