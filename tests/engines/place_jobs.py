@@ -234,7 +234,7 @@ def unused() -> str:
     return differs(outcomes[0], outcomes[1])
 
 
-def adapters() -> str:
+def adapters(**train: Any) -> str:
     """A frozen base stays on the device, encoded; adapters leave it."""
     from tests.models.lora.models import build, lora, with_lora
 
@@ -243,8 +243,8 @@ def adapters() -> str:
     for make in (real, virtual) if asked() else (real,):
         config = with_lora("zero3_bf16", 2, 1, cfg)
         place = replace(config.engine, place="host" if make is real else "device")
-        config = replace(config, train=replace(config.train, masters="split"), engine=place)
-        engine: Any = make(config, build(cfg))
+        own = replace(config.train, masters="split", **train)
+        engine: Any = make(replace(config, train=own, engine=place), build(cfg))
         done, held = trained(engine)
         if make is real:
             check_used(engine)

@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.engines.fsdp_jobs import virtual
 from tests.engines.fsdp_world import run_world
-from tests.engines.place_jobs import by_unit, clipped, not_finite_by_unit
+from tests.engines.place_jobs import adapters, by_unit, clipped, not_finite_by_unit
+from tests.engines.test_branches import Branches, twice
 from tests.engines.uneven import batch
+from tests.small_runs import small
+from tests.train.test_resume import killed
 from zpp_lab.codecs.numerics import clip_factor, total_norm
 from zpp_lab.config.compose import compose
+from zpp_lab.runs.metrics import read, unmeasured
+from zpp_lab.train.trainer import run
 
 
 def test_two_ranks_equal_the_virtual_engine() -> None:
     assert run_world(2, by_unit, ["split", "8bit_states"], 2, 1) == {}
+
+
+def test_adapters_on_a_frozen_base() -> None:
+    assert run_world(2, partial(adapters, micro_steps=1, clip=0.01, clip_by="unit")) == ""
+
+
+def test_a_unit_that_runs_twice_is_refused() -> None:
+    config = clipped("split", 2, 1, "device", 0.01, "unit")
+    with pytest.raises(ValueError, match=r"blocks\.1.*train\.clip_by=norm"):
+        virtual(config, Branches(twice)).step(0, 1e-2, partial(batch, 0), telemetry=False)
+
+
+def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    own = partial(small, tmp_path, "train.clip_by=unit", "train.clip=0.05", "cluster=2x1")
+    run(own(f"run.dir={tmp_path / 'whole'}"))
+    killed(own(), 7)
+    run(own())
+    whole, resumed = (read(tmp_path / name / "metrics.jsonl") for name in ("whole", "run"))
+    assert [unmeasured(row) for row in resumed] == [unmeasured(row) for row in whole]
+    with pytest.raises(ValueError, match=r"train\.clip_by"):
+        run(own("train.clip_by=norm"))
 
 
 @pytest.mark.slow

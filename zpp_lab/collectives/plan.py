@@ -71,13 +71,18 @@ class PassUse:
     forwards: Mapping[str, int]
     backwards: Mapping[str, int]
 
-    def check_once(self) -> None:
-        """ValueError where gradients wait for the last micro-step and a unit runs twice: FSDP2
-        reduces after each call's backward, so it would reduce them twice."""
+    def check_once(self, by_unit: bool) -> None:
+        """ValueError where gradients wait for the last micro-step, or units are clipped (`by_unit`)
+        and updated as they are reduced, and one runs twice: FSDP2 reduces after each call's
+        backward, so it would reduce them twice."""
         if again := [name for name, calls in self.forwards.items() if calls > 1]:
             raise ValueError(
                 f"{', '.join(again)}: runs more than once in a forward, so its gradients cannot "
-                "wait for the last micro-step: set train.accumulate=every"
+                + (
+                    "be clipped as they are reduced: set train.clip_by=norm"
+                    if by_unit
+                    else "wait for the last micro-step: set train.accumulate=every"
+                )
             )
 
 

@@ -331,7 +331,7 @@ class FsdpEngine(Engine):
         self.resident.settle()
         self.laps.done("forward")
         if self.plan.gradients_wait or self.residence.by_unit:
-            self.usage.taken().check_once()
+            self.usage.taken().check_once(self.residence.by_unit)
         self.prefetch.before_backward(self.usage)
         self.started |= set(self.usage.order)
         for name, module in self.wrapped.by_name.items():

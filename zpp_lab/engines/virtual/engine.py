@@ -220,7 +220,7 @@ class VirtualEngine(Engine):
         total: list[Grads] = [{} for _ in self.cells]
         self.used, self.reduced = {}, []
         for turns in self._reductions():
-            waits = self.plan.gradients_wait
+            waits, by_unit = self.plan.gradients_wait, self.config.train.clip_by == "unit"
             times = 1 if waits else len(turns) // self.cluster.world
             for cell, watch in zip(self.cells, watches, strict=True):
                 for reduction in cell.reductions:
@@ -234,8 +234,8 @@ class VirtualEngine(Engine):
                         f"rank {rank} ran other units of the model than the ranks before it: ranks "
                         "of a real cluster would wait for each other forever"
                     )
-                if waits:
-                    use.check_once()
+                if waits or by_unit:
+                    use.check_once(by_unit)
                 for name in self.names if watches[0].check else ():
                     for i, (cell, watch) in enumerate(zip(self.cells, watches, strict=True)):
                         grad = grads.get(_key(name, i % self.tp)) if name in cell.weights else None
