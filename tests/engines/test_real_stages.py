@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.cuda import device_count
 
 from tests.engines.fsdp_world import run_world
 from tests.engines.test_parts import batch, configured, same, train
@@ -313,12 +314,16 @@ def test_checkpoints_hold_whole_tensors_whatever_the_stages(
 
 
 def main() -> None:
-    """Compare on GPUs: torchrun --nproc-per-node 2 -m tests.engines.test_real_stages, or 4."""
+    """Compare on GPUs: torchrun --nproc-per-node 2 -m tests.engines.test_real_stages, or 4. Ranks
+    share them where there are fewer."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    world, gpu = int(os.environ["WORLD_SIZE"]), torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else CPU
+    world, rank, gpus = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]), device_count()
+    gpu, device = gpus > 0, CPU
     if gpu:
+        device = torch.device("cuda", rank % gpus)
         torch.cuda.set_device(device)
+    if 0 < gpus < world:
+        os.environ["NCCL_HOSTID"] = f"rank{rank}"  # NCCL refuses two ranks of a host on one GPU
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
     shapes: list[Shape] = [(1, 2, 1, 2)] if world == 2 else [(2, 2, 1, 2), (1, 4, 2, 2)]
     for shape in shapes:
