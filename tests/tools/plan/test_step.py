@@ -11,6 +11,7 @@ from zpp_lab.config.compose import compose
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import plan_of
 from zpp_lab.tools.plan.cost import machine as figures
+from zpp_lab.tools.plan.cost.show import graph_line
 from zpp_lab.tools.plan.cost.step import LAUNCH, predict, replays
 from zpp_lab.train.memory.estimate import optimizer_bytes
 from zpp_lab.train.speed import block_work
@@ -337,4 +338,6 @@ def test_clipped_by_unit_a_unit_is_updated_once_the_next_one_is_reduced() -> Non
     block = block_work(plan.units[0], settings).forward
     slow = machine(compute={"eager": figures.Curve(((block, 100.0),))}, bus=BUS)
     assert predict(settings, slow).exposed_s == pytest.approx(root + first + second)
-    assert not replays(replace(settings, engine=replace(settings.engine, place="device")))
+    auto = replace(settings, engine=replace(settings.engine, place="device", graph="auto"))
+    assert not replays(auto)
+    assert "train.clip_by" in graph_line(auto, machine(), {})

@@ -103,6 +103,8 @@ def graph_line(config: Config, machine: Machine, found: dict[str, StepTime]) -> 
         return "Without a CUDA graph: engine.device=cpu."
     if engine.place != "device" and not replays(config):
         return "Without a CUDA graph: engine.place brings state from host memory."
+    if config.train.clip_by == "unit":
+        return "Without a CUDA graph: train.clip_by=unit updates units within backward."
     graph: bool | Literal["auto"] = False if replays(config) else "auto"
     other = times(replace(config, engine=replace(engine, graph=graph)), machine, speeds)
     eager = found if graph else other
