@@ -125,8 +125,8 @@ ENTRIES: dict[str, Callable[[Config], Any]] = {
 @pytest.mark.parametrize("engine", ["virtual", "fsdp", "deepspeed"])
 @pytest.mark.parametrize("name", ["cluster.tp", "cluster.pp"])
 def test_what_is_not_built_is_refused_by_name(entry: str, engine: str, name: str) -> None:
-    """Our engines have tensor parts; no estimate of memory knows them."""
-    if engine != "deepspeed" and name == "cluster.tp" and entry != "planner":
+    """Our engines have tensor parts."""
+    if engine != "deepspeed" and name == "cluster.tp":
         return
     shape = ClusterConfig(2, 4, tp=2) if name == "cluster.tp" else ClusterConfig(2, 4, pp=2)
     config = replace(compose([f"engine={engine}"]), cluster=shape)

@@ -19,7 +19,7 @@ from tests.train.test_memory import Live
 from zpp_lab.config.load import load
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.schema import Config
-from zpp_lab.engines.build import build_plan
+from zpp_lab.engines.build import build_plan, model_of
 from zpp_lab.models import build_model
 from zpp_lab.models.llama_hf import hf_config
 from zpp_lab.train.memory.buffers import Estimate
@@ -95,15 +95,15 @@ def test_shapes_alone_tell_what_a_run_keeps(kind: str, dtype: torch.dtype) -> No
 # ---------------------------------------------------------------------- whole plans
 
 
-def planned(model: ModelConfig, **groups: Any) -> Estimate:
+def planned(model: ModelConfig, vocab: int = VOCAB, **groups: Any) -> Estimate:
     shape = {"cluster": {"nodes": 1, "gpus_per_node": 2}, "data": {"seq_len": 24}}
     config = load(Config, {"train": {"param_dtype": "bf16"}, **shape, **groups})
-    return of(config, model)
+    return of(config, model, vocab)
 
 
-def of(config: Config, model: ModelConfig) -> Estimate:
+def of(config: Config, model: ModelConfig, vocab: int = VOCAB) -> Estimate:
     config = replace(config, model=model)
-    return estimate(build_plan(build_model(model, VOCAB, "meta"), config), config, VOCAB)
+    return estimate(build_plan(model_of(config, vocab, "meta", 0), config), config, vocab)
 
 
 def held(kind: str) -> dict[str, int]:
@@ -165,18 +165,21 @@ OURS = {"dim": 48, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab_si
 def both(folder: Path, tied: bool = False, **size: int) -> tuple[ModelConfig, ModelConfig]:
     """The built-in decoder, and its export read as a model of transformers."""
     own = ModelConfig(**{**OURS, **size}, tied_head=tied)
-    (folder / "config.json").write_text(json.dumps(hf_config(own, VOCAB, 64, None)))
+    (folder / "config.json").write_text(json.dumps(hf_config(own, own.vocab_size, 64, None)))
     return own, ModelConfig(name="hf", path=str(folder))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_our_decoder_and_its_export_are_planned_alike(tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tied", "tp"), [(False, 1), (True, 1), (False, 2)])
+def test_our_decoder_and_its_export_are_planned_alike(tied: bool, tp: int, tmp_path: Path) -> None:
     """But for what transformers' norms and rotations keep when they are not compiled."""
+    cluster, vocab = {"nodes": 1, "gpus_per_node": 2 * tp, "tp": tp}, VOCAB + VOCAB % tp
     for recipe in (
         {"name": "zero3"},
         {"secondary": True, "weights": {"bits": 8}, "grads": {"bits": 4}},
+        *([{"acts": {"bits": 4}}] if tp > 1 else []),
     ):
-        ours, theirs = (planned(m, recipe=recipe) for m in both(tmp_path, tied))
+        models = both(tmp_path, tied, vocab_size=vocab)
+        ours, theirs = (planned(m, vocab, recipe=recipe, cluster=cluster) for m in models)
         differing = {
             "activations": "early",
             "a block's backward": "early",

@@ -10,30 +10,34 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from tests.engines.fsdp_world import run_world
-from tests.train.test_memory import FusedNorm
+from tests.train.test_memory import FusedNorm, norms_of
 from zpp_lab.config.load import load
+from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import Batches
-from zpp_lab.engines.build import build_plan
+from zpp_lab.engines.build import build_plan, model_of
 from zpp_lab.engines.fsdp.engine import FsdpEngine
-from zpp_lab.models import build_model
+from zpp_lab.models import build_parts
+from zpp_lab.train.memory.activations import Activations, Slices
 from zpp_lab.train.memory.estimate import estimate
+from zpp_lab.train.memory.trace import Live, ShapeExchanges
 
 VOCAB = 500
 
 
-def configured(blocks: int) -> Config:
+def configured(blocks: int, tp: int = 1) -> Config:
     shape = {"dim": 256, "layers": 5, "heads": 4, "kv_heads": 4, "ffn": 704, "vocab_size": VOCAB}
     return load(
         Config,
         {
             "recipe": {"name": "zero3"},
-            "cluster": {"nodes": 1, "gpus_per_node": 2},
-            "model": {**shape, "loss_chunk": 64},
+            "cluster": {"nodes": 1, "gpus_per_node": 2 * tp, "tp": tp},
+            "model": {**shape, "loss_chunk": 64 if tp == 1 else 0},
             "train": {"lr": 1e-3, "batch_size": 4},
             "data": {"seq_len": 96},
             "engine": {"name": "fsdp", "device": "cpu", "blocks_per_unit": blocks},
@@ -41,11 +45,11 @@ def configured(blocks: int) -> Config:
     )
 
 
-def measured(blocks: int) -> int:
+def measured(blocks: int, tp: int = 1) -> int:
     """Bytes at the peak of a step's forward and backward, the least of eight, state included."""
-    config = configured(blocks)
-    model = build_model(config.model, VOCAB, seed=1)
-    for norm in [m for m in model.modules() if isinstance(m, torch.nn.RMSNorm)]:
+    config = configured(blocks, tp)
+    model = model_of(config, VOCAB, "cpu", dist.get_rank())
+    for norm in norms_of(model):
         norm.forward = lambda x, norm=norm: FusedNorm.apply(x, norm.weight)
     engine = FsdpEngine(model, build_plan(model, config), config, torch.device("cpu"))
 
@@ -77,12 +81,48 @@ def peak(engine: FsdpEngine, step: int, batch: Batches) -> int:
     return most
 
 
-@pytest.mark.parametrize("blocks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_steps_peak_is_near_the_plan(blocks: int) -> None:
-    found = run_world(2, measured, blocks)
-    config = configured(blocks)
-    plan = build_plan(build_model(config.model, VOCAB, "meta"), config)
+@pytest.mark.parametrize(
+    ("blocks", "tp"), [(1, 1), (1, 2), pytest.param(2, 1, marks=pytest.mark.slow)]
+)
+def test_a_steps_peak_is_near_the_plan(blocks: int, tp: int) -> None:
+    found = run_world(2 * tp, measured, blocks, tp)
+    config = configured(blocks, tp)
+    plan = build_plan(model_of(config, VOCAB, "meta", 0), config)
     items = estimate(plan, config, VOCAB)
     planned = max(items.at(m) for m in ("loss", "early", "early sent", "late", "late sent"))
     planned -= sum(i.most for i in items.items if i.assumed)
     assert planned == pytest.approx(found, rel=0.03)
+
+
+@pytest.mark.parametrize("smaller", [1, 4])  # than uncompressed slices
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    "shape", [(64, 176, 1), (64, 512, 8), (128, 16, 1), (256, 704, 1), (256, 704, 8)]
+)
+def test_a_parts_block_holds_what_was_planned(
+    shape: tuple[int, int, int], tp: int, smaller: int
+) -> None:
+    """Its backward, or what it exchanges in its forward, is the most beyond what it keeps."""
+    dim, ffn, sequences = shape
+    cfg = ModelConfig(dim=dim, layers=1, heads=4, kv_heads=4, ffn=ffn)
+    part, tokens = build_parts(cfg, 96, tp, "cpu")[0].bfloat16(), sequences * 128 // tp
+    acts = Activations(cfg, 96, tokens, 2, slices=Slices(tp, *(2 * [tokens * dim * 2 // smaller])))
+    part.join((part,), ShapeExchanges(acts.slices))
+    part.see(torch.zeros(sequences, 128))
+    ((_, block),) = part.units()
+    for norm in norms_of(block):
+        norm.forward = lambda x, norm=norm: FusedNorm.apply(x, norm.weight)
+    x = torch.randn(tokens, dim, dtype=torch.bfloat16, requires_grad=True)
+    with Live() as passing, torch.no_grad():
+        block(x)
+    comes_in = torch.ones_like(x)
+    with Live() as live:
+        out = block(x)
+        most = live.most
+        assert live.start() == acts.block  # its output in place of its input
+        out.backward(comes_in)
+    held = max(most, live.most) - acts.block + acts.row
+    planned = acts.backward(sum(p.nbytes for p in block.parameters()))
+    assert held <= planned <= held + acts.row
+    if smaller == 1:  # evaluation sends uncompressed activations
+        assert passing.most + acts.row == pytest.approx(acts.passing, rel=0.1)

@@ -41,6 +41,22 @@ def test_a_small_run_fits_and_its_wires_are_the_plan(capsys) -> None:
     assert found["peak"] == sum(i[found["peak_moment"]] for i in on_gpu)
 
 
+def test_tensor_parts_have_wires_and_memory_but_no_time(capsys) -> None:
+    parts = ["cluster.tp=2", "recipe.acts.bits=8", "--machine", "h200"]
+    whole, found = (planned(capsys, *LARGE, *more)[1] for more in ([], parts))
+    assert not found["time"]["links"]
+    assert found["parameters"] == whole["parameters"]
+    assert {"acts_forward", "acts_backward", "tp_raw"} <= found["wires"].keys()
+    weights, logits = (
+        [next(i["loss"] for i in plan["items"] if i["name"] == name) for plan in (whole, found)]
+        for name in ("master weights, fp32", "logits and loss")
+    )
+    assert weights[1] == pytest.approx(weights[0], rel=0.01)  # over as many ranks
+    assert logits[1] == pytest.approx(logits[0] / 2, rel=0.01)  # of half the vocabulary
+    assert main(["plan", *LARGE, *parts]) == 0
+    assert "cluster.tp=2" in capsys.readouterr().out
+
+
 def test_what_does_not_fit_is_answered_in_order(capsys) -> None:
     code, found = planned(capsys, *LARGE, "train.batch_size=16", "--gpu-gib", "14")
     assert (code, found["fits"]) == (1, False)

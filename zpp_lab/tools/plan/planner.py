@@ -26,7 +26,7 @@ from zpp_lab.runs.provenance import gpu_memory, memory_bytes
 from zpp_lab.tools.plan import law
 from zpp_lab.tools.plan.cost import show as time_shown
 from zpp_lab.tools.plan.cost.machine import load_machine
-from zpp_lab.tools.plan.cost.state import NoBus
+from zpp_lab.tools.plan.cost.state import NoFigures
 from zpp_lab.train.memory.advice import Advice, advise
 from zpp_lab.train.memory.buffers import GIB, MOMENTS, Estimate, Moment
 from zpp_lab.train.memory.outlook import DEFAULT_GIB, Outlook, deepest, host_part
@@ -93,7 +93,7 @@ def plan_command(
     times, lacking = {}, ""
     try:
         times = time_shown.times(timed_as, known, speeds) if known else {}
-    except NoBus as error:
+    except NoFigures as error:
         lacking = f"No step time: {error}."
     if as_json:
         timed = {"time": time_shown.as_dict(timed_as, times, known)} if known else {}
@@ -235,9 +235,10 @@ def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
         line = _advice_line(one, one is advice[0], outlook.estimate.host)
         console.print(line, highlight=False)
     cluster, size = outlook.config.cluster, _size(outlook.parameters)
+    split = f" ({cluster.split})" if cluster.split else ""
     console.print(
         f"{outlook.config.model.preset} ({size}), recipe "
-        f"{outlook.config.recipe.name}, {cluster.nodes} × {cluster.gpus_per_node} GPUs, "
+        f"{outlook.config.recipe.name}, {cluster.nodes} × {cluster.gpus_per_node} GPUs{split}, "
         f"{sequences(outlook.config)}",
         highlight=False,
     )
@@ -346,9 +347,10 @@ def _advice_line(one: Advice, first: bool, host: int) -> str:
 
 def sequences(config: Config) -> str:
     """Return what a GPU trains on in one step, which nobody leaves at its default."""
-    train = config.train
+    train, ranks = config.train, config.cluster.tp * config.cluster.pp
     micro = f"{train.micro_steps} × " if train.micro_steps > 1 else ""
-    return f"{micro}{train.batch_size} × {config.data.seq_len} tokens a GPU"
+    where = "a GPU" if ranks == 1 else f"for every {ranks} GPUs"
+    return f"{micro}{train.batch_size} × {config.data.seq_len} tokens {where}"
 
 
 def _wire_table(plan: Plan) -> Table:

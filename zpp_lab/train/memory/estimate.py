@@ -9,6 +9,7 @@ from) until the next one begins.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -28,7 +29,7 @@ from zpp_lab.engines.units import ROOT, far_names, is_untouched
 from zpp_lab.models.generate import is_captured
 from zpp_lab.models.lora import A as LORA_A
 from zpp_lab.models.loss import heldout_size
-from zpp_lab.train.memory.activations import FP32, Activations
+from zpp_lab.train.memory.activations import FP32, Activations, Slices
 from zpp_lab.train.memory.buffers import (
     GIB,
     MOMENTS,
@@ -57,12 +58,7 @@ SUMMING = (
 def estimate(plan: Plan, config: Config, vocab: int) -> Estimate:
     """Estimate what each rank of `plan`'s cluster holds on engine=fsdp with one GPU a rank; of
     stages, those of the one that needs most. ValueError for a model of transformers whose code does
-    not run on shapes alone, and for tensor parts."""
-    if config.cluster.tp > 1:
-        raise ValueError(
-            f"cluster.tp={config.cluster.tp}: no estimate of memory knows tensor parts yet: use "
-            "cluster.tp=1"
-        )
+    not run on shapes alone."""
     if plan.pipe is not None:
         places = range(plan.pipe.ranks)
         return max((_of_stage(plan, config, vocab, p) for p in places), key=lambda e: e.peak)
@@ -110,8 +106,9 @@ def passes_under_way(config: Config, ranks: int, place: int) -> int:
 
 def _of_rank(plan: Plan, config: Config, vocab: int) -> Estimate:
     shape, held_out = (config.train.batch_size, config.data.seq_len), heldout_shape(config)
-    acts = _activations(plan, config, vocab, shape)
-    holder = _Rank(plan, config, acts, _activations(plan, config, vocab, held_out))
+    acts = _activations(plan, config, vocab, shape, Slices.of(plan, math.prod(shape)))
+    uncoded = Slices.of(plan, math.prod(held_out), coded=False)
+    holder = _Rank(plan, config, acts, _activations(plan, config, vocab, held_out, uncoded))
     items = [*holder.state(), *holder.wires(), *holder.compute(), *holder.constants()]
     if plan.rollouts:
         items.append(Item("rollout", holder.rollout(vocab)))
@@ -141,12 +138,15 @@ def heldout_shape(config: Config) -> tuple[int, int]:
     return min(heldout_size(length), max(1, config.train.eval_tokens // length)), length
 
 
-def _activations(plan: Plan, config: Config, vocab: int, shape: tuple[int, int]) -> Acts:
+def _activations(
+    plan: Plan, config: Config, vocab: int, shape: tuple[int, int], slices: Slices
+) -> Acts:
     """Count activations of a batch of `shape`: sequences and tokens each."""
     if config.model.name == "hf":
         dtype, layers = plan.recipe.weights_dtype, sum(u.unit.blocks for u in plan.units)
-        return TracedActivations.of(config.model, vocab, shape, dtype, layers)
-    acts = replace(Activations.of(config, vocab), tokens=shape[0] * shape[1])
+        return TracedActivations.of(config.model, vocab, shape, dtype, layers, slices)
+    tokens = math.prod(shape) // slices.tp
+    acts = replace(Activations.of(config, vocab), tokens=tokens, slices=slices)
     if plan.stored:
         blocks = [u.unit for u in plan.units[:-1]]
         ranks = [sum(p.shape[0] for p in u.parameters if p.name.endswith(LORA_A)) for u in blocks]
@@ -510,7 +510,13 @@ class _Rank:
             ),
             Item("a block's backward", self._flow()),
             Item("gradient norm or update", self._tail()),
+            Item("shared gradients of tensor parts", moments(update=self._shared())),
         ]
+
+    def _shared(self) -> int:
+        """Count this part's, all parts' and their sums."""
+        parts = self.plan.parts
+        return 0 if parts is None else (parts.tp + 2) * FP32 * parts.shared
 
     def _tail(self) -> dict[Moment, int]:
         """Count the sums of squares, and AdamW in plain torch."""
@@ -561,16 +567,22 @@ class _Rank:
         found = moments(loss=acts.kept, early=early)
         sent: dict[Moment, int] = {
             "early sent": self._left(self.early + 1) * acts.between + acts.row,
-            "late sent": acts.row,
+            "late sent": acts.row + self._embedding(),
         }
         evaluated: dict[Moment, int] = {"eval": self.heldout.passing, "eval loss": self.heldout.row}
         late = self.unit.unit.blocks * acts.between + acts.recomputed
         return found | sent | evaluated | {"late": late}
 
+    def _embedding(self) -> int:
+        """Count gradients of all tokens at the embedding of tensor parts, before and after those of
+        other parts' tokens are masked."""
+        parts = self.plan.parts
+        return 0 if parts is None else 2 * parts.tp * self.acts.row
+
     def constants(self) -> list[Item]:
         return [
             Item("CUDA and libraries", always(CONTEXT), assumed=True),
-            Item("NCCL", always(NCCL if self.plan.recipe.cluster.world > 1 else 0), assumed=True),
+            Item("NCCL", always(NCCL if self.config.cluster.world > 1 else 0), assumed=True),
         ]
 
 

@@ -67,7 +67,7 @@ def _memory_need(config: Config) -> Needed | None:
 
     if config.engine.name == "virtual":
         return Needed(virtual_bytes(config), at_least=True)
-    if config.engine.name == "deepspeed" or config.cluster.tp > 1:  # no estimate knows parts
+    if config.engine.name == "deepspeed":
         return None
     return Needed(estimate(plan_of(config), config, vocabulary(config)).peak, each=True)
 
@@ -87,7 +87,7 @@ def _host_bytes(config: Config) -> int | None:
 
     if config.engine.name == "virtual":
         return 2 * virtual_bytes(config)
-    if config.engine.name == "deepspeed" or config.cluster.tp > 1:
+    if config.engine.name == "deepspeed":
         return None
     if config.engine.device != "cpu":
         return estimate(plan_of(config), config, vocabulary(config)).host

@@ -30,8 +30,6 @@ def check_host_memory(config: Config) -> None:
     decoder under FSDP2 and in the virtual engine; other runs pass."""
     if config.engine.name == "deepspeed" or config.model.name != "llama":
         return
-    if config.engine.name == "fsdp" and config.cluster.tp > 1:  # no estimate knows parts
-        return
     for phase in config.phases if config.recipe.phases else ():
         check_host_memory(phase.config)
     if config.engine.name == "virtual":

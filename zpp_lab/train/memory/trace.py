@@ -14,7 +14,7 @@ Compiled blocks (engine.compile) are counted as eager ones, which nearly always 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,7 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zpp_lab.config.model import ModelConfig
-from zpp_lab.models import build_model
+from zpp_lab.config.wires import ACTS_FORWARD, Wire
+from zpp_lab.models import build_model, build_parts
+from zpp_lab.models.cut import Parted
+from zpp_lab.train.memory.activations import Slices
 
 FP32 = 4  # bytes
 Forward = Callable[..., Any]
@@ -138,6 +141,32 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
+class ShapeExchanges:
+    """Allocates what a tensor part's exchanges allocate (`collectives.acts.Parts`)."""
+
+    at_head: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self, slices: Slices) -> None:
+        self.slices = slices
+
+    def gather(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
+        if place == "head" and wire == ACTS_FORWARD:
+            self.at_head()
+        (x,), _payload = xs, self._payload(wire, xs[0])
+        return [x.new_empty(self.slices.tp * x.shape[0], *x.shape[1:])]
+
+    def scatter(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
+        (x,), _sent, _received = xs, self._payload(wire, xs[0]), self._payload(wire, xs[0])
+        return [x.new_empty(x.shape[0] // self.slices.tp, *x.shape[1:])]
+
+    def raw(self, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
+        return [x.new_empty(self.slices.tp, *x.shape) for x in xs]
+
+    def _payload(self, wire: Wire, x: Tensor) -> Tensor:
+        row = self.slices.forward if wire == ACTS_FORWARD else self.slices.backward
+        return x.new_empty(self.slices.tp, row, dtype=torch.uint8)
+
+
 @dataclass(frozen=True)
 class Traced:
     """Bytes of one rank's forward and backward of some tokens.
@@ -175,11 +204,17 @@ class TracedActivations(Traced):
 
     @classmethod
     def of(
-        cls, model: ModelConfig, vocab: int, shape: tuple[int, int], dtype: torch.dtype, layers: int
+        cls,
+        model: ModelConfig,
+        vocab: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        layers: int,
+        slices: Slices,
     ) -> TracedActivations:
         """Trace a model on a micro-batch of `shape` (sequences, tokens); ValueError if it fails."""
         light, model = model.checkpoint_activations, replace(model, checkpoint_activations=False)
-        found = _kept_trace(_Key(model), vocab, shape, dtype)
+        found = _kept_trace(_Key(model), vocab, shape, dtype, slices)
         return cls(**vars(found), layers=layers, checkpointed=light, chunk=model.loss_chunk)
 
     @property
@@ -217,8 +252,14 @@ class _Key:
 
 
 @lru_cache(maxsize=64)
-def _kept_trace(key: _Key, vocab: int, shape: tuple[int, int], dtype: torch.dtype) -> Traced:
-    model = build_model(key.model, vocab, "meta")
+def _kept_trace(
+    key: _Key, vocab: int, shape: tuple[int, int], dtype: torch.dtype, slices: Slices
+) -> Traced:
+    if slices.tp > 1:
+        model = build_parts(key.model, vocab, slices.tp, "meta")[0]
+        model.join((model,), ShapeExchanges(slices))
+    else:
+        model = build_model(key.model, vocab, "meta")
     for p in model.parameters():
         p.data = p.data.to(dtype)
     try:
@@ -272,6 +313,8 @@ class _Around:
         for unit in units:
             passing = self._passing(unit.forward, unit is largest, unit is units[-1])
             unit.forward = passing  # type: ignore[method-assign]
+        if isinstance(model, Parted):  # whose head is read, not called
+            model.exchanges.at_head = self._at_head  # type: ignore[union-attr]
         model.get_output_embeddings().register_forward_pre_hook(self._at_head)
 
     def run(self, tokens: Tensor) -> tuple[int, int]:

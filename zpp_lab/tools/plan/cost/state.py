@@ -46,7 +46,7 @@ class State:
         self.masters, self.kind = config.train.masters, config.train.optimizer_state
         self.bus: Bus | None = machine.bus if self.residence.passes else None
         if self.residence.passes and machine.bus is None:
-            raise NoBus(
+            raise NoFigures(
                 f"machine {machine.name} has no figures of the bus to host memory (bus), which "
                 "engine.place and train.optimizer_place=host need: `zpp-lab bench calibrate` "
                 "measures it"
@@ -81,8 +81,8 @@ class State:
         return p.name in self.far["gradients"]
 
 
-class NoBus(ValueError):
-    """The machine's file has no figures of the bus."""
+class NoFigures(ValueError):
+    """The step has no predicted time: no figures of a bus, or no formula for tensor parts."""
 
 
 def trained(unit: UnitPlan) -> list[Parameter]:

@@ -34,7 +34,7 @@ from zpp_lab.engines.build import plan_of, vocabulary
 from zpp_lab.engines.optim.host import STREAMS
 from zpp_lab.engines.units import is_untouched
 from zpp_lab.tools.plan.cost.machine import Machine
-from zpp_lab.tools.plan.cost.state import State
+from zpp_lab.tools.plan.cost.state import NoFigures, State
 from zpp_lab.tools.plan.cost.transfers import Collective, Transfers
 from zpp_lab.train.speed import Work, block_work, head_work
 
@@ -178,7 +178,8 @@ def predict(
     node. own_loop=False: FSDP2 in a loop of its own, with its own rings and a norm in any
     order; recipe.secondary=true is then its resharding to the node.
     ValueError for what has no figures: models other than the built-in decoder, offload,
-    DeepSpeed, a codec, mode or bus (NoBus) that the machine's file lacks.
+    DeepSpeed, a codec or mode that the machine's file lacks; NoFigures for a bus that it lacks,
+    tensor parts and stages.
     """
     _check(config, link_gbps)
     plan = plan_of(config)
@@ -200,7 +201,7 @@ def _check(config: Config, link_gbps: float | None) -> None:
             "model.* preset of the same shape"
         )
     if config.cluster.split:
-        raise ValueError(
+        raise NoFigures(
             f"{config.cluster.split} has no figures: exchanges of tensor parts and stages are not "
             "predicted yet; use cluster.tp=1 and cluster.pp=1"
         )
