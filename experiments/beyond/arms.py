@@ -6,7 +6,9 @@ Each arm is a process of its own, one after another, since host memory holds one
 and tokens are random. What the machine uses of its memory is read five times a second: MemTotal
 less MemAvailable, as machines whose memory grows show less than they have. An arm that passes
 --host-gib is stopped before the kernel kills something else; that, like any other failure, is its
-result. --gpu-gib: what every arm's allocator may take, as on a smaller GPU.
+result. --gpu-gib: what every arm's allocator may take, as on a smaller GPU. `auto` is what
+engine.place=auto means there; each of our arms has its placement and planned memory beside what was
+measured, and with --machine (a file of `bench calibrate`, or a ready one's name) predicted seconds.
 
 A step's rate is of --steps steps after two others, each awaited by its loss. Ours has an update
 under way at both ends, so --steps updates belong to them; what the last one takes is `flush_s`.
@@ -48,11 +50,14 @@ BASE = [
     "train.batch_size=8",
 ]
 SPLIT = ["train.masters=split", "engine.place=host"]
+AUTO = ["train.masters=split", "engine.place=auto"]
 # By name: maker, settings, and what to try where it fails.
 ARMS: dict[str, tuple[str, list[str], str | None]] = {
     "compute": ("compute", [], None),
     "ours": ("ours", [*SPLIT, "train.optimizer_state=fp32"], None),
     "ours_8bit": ("ours", [*SPLIT, "train.optimizer_state=8bit"], None),
+    "auto": ("ours", [*AUTO, "train.optimizer_state=fp32"], None),
+    "auto_8bit": ("ours", [*AUTO, "train.optimizer_state=8bit"], None),
     "by_unit": ("ours", [*SPLIT, "train.optimizer_state=8bit", "train.clip_by=unit"], None),
     "fsdp2": ("fsdp2", [], "fsdp2_unpinned"),
     "fsdp2_unpinned": ("fsdp2_unpinned", [], None),
@@ -299,10 +304,42 @@ def used_bytes() -> int:
     return 1024 * (total - there)
 
 
+def planned(overrides: list[str], args: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
+    """Return one of our arms with engine.place=auto resolved as `zpp-lab train` does, and its plan.
+    ValueError where it does not fit."""
+    from zpp_lab.config.load import written
+    from zpp_lab.tools.plan.cost.machine import load_machine
+    from zpp_lab.tools.plan.cost.step import predict
+    from zpp_lab.train.memory.advice import settled
+    from zpp_lab.train.memory.outlook import expected
+
+    gpu = [f"engine.gpu_gib={args.gpu_gib}"] if args.gpu_gib else []
+    limits = [*gpu, f"engine.host_gib={args.host_gib}", "run.resume=false"]
+    config, _ = settled(compose([*overrides, *limits]))
+    outlook = expected(config)
+    found: dict[str, Any] = {
+        "units": len(outlook.plan.units),
+        "units_in_host_memory": outlook.placed,
+        "planned_gpu_gib": outlook.estimate.peak / GIB,
+        "planned_host_gib": outlook.estimate.host / GIB,
+    }
+    if args.machine:
+        time = predict(config, load_machine(args.machine))
+        seconds = {"step_s": time.step_s, "flush_s": time.flush_s, "bus_s": time.bus_s}
+        found["predicted"] = {"machine": args.machine, "compute_s": time.compute_s, **seconds}
+    return [*overrides, f"engine.place={written(config.engine.place)}"], found
+
+
 def run_arm(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run one arm in a process of its own → what it measured, or why it did not."""
     maker, settings, _ = ARMS[name]
     overrides = [*BASE, *settings, *args.overrides]
+    plan: dict[str, Any] = {}
+    if maker == "ours":
+        try:
+            overrides, plan = planned(overrides, args)
+        except ValueError as error:
+            return {"arm": name, "settings": overrides, "failed": str(error), "wall_s": 0.0}
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -332,7 +369,7 @@ def run_arm(name: str, args: argparse.Namespace) -> dict[str, Any]:
             process.kill()
             said, _ = process.communicate()
         memory.join()
-    found: dict[str, Any] = {"arm": name, "settings": overrides}
+    found: dict[str, Any] = {"arm": name, "settings": overrides} | plan
     lines = [line for line in said.splitlines() if line.startswith('{"')]
     if process.returncode == 0 and lines:
         found |= json.loads(lines[-1])
@@ -357,11 +394,21 @@ def reason(log: str, code: int) -> str:
 def summary(found: dict[str, Any]) -> str:
     if "failed" in found:
         return f"{found['arm']}: {found['failed']} ({found['wall_s']:.0f} s)"
-    gpu = found.get("gpu_reserved_gib", 0.0)
-    return (
-        f"{found['arm']}: {found['tokens_per_s']:.0f} tokens/s, GPU {gpu:.1f} GiB, "
-        f"host {found['host_gib']:.1f} GiB ({found['wall_s']:.0f} s)"
+    gpu, steps = found.get("gpu_reserved_gib", 0.0), found["seconds"]
+    text = (
+        f"{found['arm']}: {found['tokens_per_s']:.0f} tokens/s, {sum(steps) / len(steps):.3f} s a "
+        f"step, {found['flush_s']:.3f} s to flush, GPU {gpu:.1f} GiB, host {found['host_gib']:.1f} "
+        f"GiB ({found['wall_s']:.0f} s)"
     )
+    if "units" in found:
+        text += (
+            f"; planned GPU {found['planned_gpu_gib']:.1f}, host {found['planned_host_gib']:.1f} "
+            f"GiB; of {found['units']} units in host memory {found['units_in_host_memory']}"
+        )
+    if "predicted" in found:
+        time = found["predicted"]
+        text += f"; predicted {time['step_s']:.3f} s, {time['flush_s']:.3f} s to flush"
+    return text
 
 
 def main() -> int:
@@ -369,6 +416,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="of `zpp-lab train`")
     parser.add_argument("--out", type=Path, default=Path("beyond.json"))
     parser.add_argument("--arms", default="compute")
+    parser.add_argument("--machine", default="", help="whose figures predict seconds")
     parser.add_argument("--logs", type=Path, default=Path("runs/beyond"))
     parser.add_argument("--one", choices=MAKERS)
     parser.add_argument("--steps", type=int, default=6)

@@ -5,7 +5,8 @@
 # One GPU; wheels from ../deepspeed/wheels.sh lie in .whl-ds where DeepSpeed is not installed. Each
 # part writes OUT/PART.json. GPU_GIB: what every arm may allocate there; HOST_GIB: what the machine
 # may have in use before an arm is stopped. STEPS, ROUNDS, LIMIT (seconds of an arm), EXTRA
-# (overrides), SIZE (layers of `largest`), and ARMS in place of a part's own.
+# (overrides), SIZE (layers of `largest`), MACHINE (a file of `zpp-lab bench calibrate`, which
+# predicts seconds), and ARMS in place of a part's own.
 set -u
 out=${1:?where to write the results}
 shift
@@ -39,15 +40,17 @@ arms() {  # part, arms, overrides
   shift 2
   python3 experiments/beyond/arms.py --out "$out/$name.json" --arms "$list" --steps "${STEPS:-4}" \
     --rounds "${ROUNDS:-1}" --gpu-gib "${GPU_GIB:-78.5}" --host-gib "${HOST_GIB:-124}" \
-    --limit "${LIMIT:-180}" --until "${CALL_END:-$(($(date +%s) + 3600))}" "$@" "${small[@]}" ${EXTRA:-}
+    --machine "${MACHINE:-}" --limit "${LIMIT:-180}" --until "${CALL_END:-$(($(date +%s) + 3600))}" "$@" "${small[@]}" ${EXTRA:-}
 }
 for part in "$@"; do
   echo "== $part"
   began=$SECONDS
   case $part in
-    6_7b) arms "$part" compute,ours,deepspeed,fsdp2,ours_8bit,compute model=6_7b ;;
+    6_7b)  # peers last: they take longest
+      arms "$part" compute,auto,ours,auto_8bit,deepspeed,fsdp2,compute model=6_7b ;;
     13b)  # peers take less where they do not pin, and still more than 128 GiB
-      arms "$part" compute,ours_8bit,deepspeed_unpinned,fsdp2_unpinned,compute model=13b ;;
+      arms "$part" compute,auto_8bit,ours_8bit,deepspeed_unpinned,fsdp2_unpinned,compute \
+        model=13b ;;
     largest)  # 32_5b's width
       arms "$part" compute,ours_8bit model=32_5b "model.layers=${SIZE:-36}" ;;
     largest_by_unit)
