@@ -17,7 +17,7 @@ from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model
 from zpp_lab.models.generate import Completions, Graphs, generate
 from zpp_lab.models.sampling import sample
-from zpp_lab.train.memory.estimate import cached_width
+from zpp_lab.train.memory.activations import cached_width
 
 VOCAB, END, NEW = 37, 36, 9
 KEY = (3, 5)

@@ -24,9 +24,9 @@ from zpp_lab.engines.build import build_plan, plan_of
 from zpp_lab.models import build_model
 from zpp_lab.models.loss import chunked_losses, token_losses
 from zpp_lab.runs.checkpoint.write import parts_of
-from zpp_lab.train.memory.activations import Activations
+from zpp_lab.train.memory.activations import Activations, cached_width
 from zpp_lab.train.memory.buffers import GIB, Estimate
-from zpp_lab.train.memory.estimate import cached_width, estimate, secondary_bytes
+from zpp_lab.train.memory.estimate import estimate, secondary_bytes
 from zpp_lab.train.memory.trace import Live
 
 VOCAB = 37

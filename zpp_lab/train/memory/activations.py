@@ -235,3 +235,15 @@ class Activations:
 
     def _rows(self, width: int) -> int:
         return self.tokens * width * self.itemsize
+
+
+def cached_width(model: ModelConfig) -> int:
+    """Return the elements of keys and values of one token in all layers."""
+    if model.name == "hf":
+        from zpp_lab.models.hf import read_config  # imports transformers' parts
+
+        own = read_config(model).get_text_config()
+        heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+        each = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+        return int(2 * own.num_hidden_layers * heads * each)
+    return 2 * model.layers * model.kv_heads * (model.dim // model.heads)

@@ -19,7 +19,6 @@ from zpp_lab.codecs.errors import AT_ONCE
 from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.codecs.layout import Parameter
 from zpp_lab.collectives.plan import Plan, Unit, UnitPlan
-from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config, Plane
 from zpp_lab.engines.norm import square_bytes
@@ -29,7 +28,7 @@ from zpp_lab.engines.units import ROOT, far_names, is_untouched
 from zpp_lab.models.generate import is_captured
 from zpp_lab.models.lora import A as LORA_A
 from zpp_lab.models.loss import heldout_size
-from zpp_lab.train.memory.activations import FP32, Activations, Slices
+from zpp_lab.train.memory.activations import FP32, Activations, Slices, cached_width
 from zpp_lab.train.memory.buffers import (
     GIB,
     MOMENTS,
@@ -118,18 +117,6 @@ def _of_rank(plan: Plan, config: Config, vocab: int) -> Estimate:
 
         items.append(Item("reward model of rank 0", always(held_bytes(config))))
     return Estimate(tuple(i for i in items if i.most))
-
-
-def cached_width(model: ModelConfig) -> int:
-    """Return the elements of keys and values of one token in all layers."""
-    if model.name == "hf":
-        from zpp_lab.models.hf import read_config  # imports transformers' parts
-
-        own = read_config(model).get_text_config()
-        heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
-        each = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
-        return int(2 * own.num_hidden_layers * heads * each)
-    return 2 * model.layers * model.kv_heads * (model.dim // model.heads)
 
 
 def heldout_shape(config: Config) -> tuple[int, int]:
