@@ -144,7 +144,7 @@ class Resident:
         self.pending = None
 
     def settle(self) -> None:
-        """Update what waits; the current stream goes on once weights are new. Planes may still be
+        """Update what waits; the current stream continues once weights are new. Planes may still be
         leaving."""
         if self.pending is not None:
             for unit in (*list(self.units)[-1:], *list(self.units)[:-1]):
@@ -197,7 +197,7 @@ class ByUnit(Resident):
     Another rule than the norm of the whole gradient, exact by its own definition. Ranks exchange a
     number a unit within the backward, in the order in which units are reduced, which is the same on
     all of them. A unit whose norm is not finite keeps its weights, but those that were reduced
-    before it have changed: the step is lost, and a run goes on from its last checkpoint.
+    before it have changed: the step is lost, and a run resumes from its last checkpoint.
     """
 
     def __init__(
