@@ -162,7 +162,8 @@ class CompactAdamW(torch.optim.Optimizer):
                 self._change(group, parameters)
                 continue
             for part in together(parameters, self._nbytes, host.STAGE):
-                with self.streams.next(part), self._passing(part):
+                nbytes = sum(map(self._nbytes, part))
+                with self.streams.next(part, nbytes), self._passing(part):
                     self._change(group, part)
                     ends += self.streams.mark()
         self.grads = {}

@@ -31,6 +31,7 @@ TOUCHED = 2**26  # bytes of a thread's turn
 THREADS = 12
 STAGE = 2**28  # bytes from host memory that a stream has on the GPU; one parameter's may be more
 STREAMS = 2
+SMALL = 2**20  # bytes of a stage that takes no turn, as a block's norms
 
 
 class Pages(mmap.mmap):
@@ -101,14 +102,15 @@ class Streams:
         self.ended: dict[Tensor, Any] = {}  # the event after an item's last body
 
     @contextmanager
-    def next(self, items: Sequence[Tensor]) -> Iterator[None]:
+    def next(self, items: Sequence[Tensor], nbytes: int) -> Iterator[None]:
         """Run the body's work after what the current stream has so far, and after the last body of
-        each of these items, which another stream may have."""
+        each of these items, which another stream may have. `nbytes`: of what comes for it."""
         if not self.streams:
             yield
             return
         stream = self.streams[self.turns % STREAMS]
-        self.turns += 1
+        # else what follows a small stage would wait until the large one before that has gone out
+        self.turns += nbytes >= SMALL
         stream.wait_stream(torch.cuda.current_stream())
         self.follow(stream, items)
         with torch.cuda.stream(stream):
