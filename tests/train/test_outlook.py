@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from tests.small_runs import small
 from zpp_lab.config.compose import compose
 from zpp_lab.config.flat import every_setting
+from zpp_lab.config.load import written
 from zpp_lab.config.residence import LEAVING, Residence, movable
 from zpp_lab.config.schema import Config
 from zpp_lab.runs.metrics import read, unmeasured
+from zpp_lab.tools.plan.dry_run import summary_line
 from zpp_lab.train.launch.launcher import train
 from zpp_lab.train.memory import estimate
 from zpp_lab.train.memory.advice import advise, settled
@@ -122,6 +124,7 @@ def test_forecasts_know_what_auto_will_mean() -> None:
     need = memory_need(own)
     assert need is not None
     assert (need.nbytes, host_bytes(own)) == (found.estimate.peak, found.estimate.host)
+    assert f"engine.place=auto: {written(found.config.engine.place)}" in summary_line(own)
     with pytest.raises(ValueError, match=r"engine\.place"):
         Residence.of(own)
 

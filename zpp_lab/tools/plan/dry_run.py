@@ -199,12 +199,23 @@ def _summary_line(config: Config, need: Foreseen, step_seconds: float | None, re
         least = "≥ " if need.memory.at_least else ""
         who = "each GPU holds" if need.memory.each else "the process holds"
         parts.append(f"{who} {least}{amount(need.memory.nbytes)} at its peak")
+    if config.engine.place == "auto":
+        parts.append(_placed(config))
     parts.append(f"{config.tokens_per_step:,} tokens a step")
     if step_seconds is not None:
         parts.append(f"≥ {duration(steps * step_seconds)} of {step_seconds:.3g} s a step")
     elif reason:
         parts.append(f"time unknown: {reason}")
     return "; ".join(parts)
+
+
+def _placed(config: Config) -> str:
+    """Say what engine.place=auto will mean, by engine.gpu_gib and host_gib or this machine."""
+    from zpp_lab.train.memory.outlook import expected
+
+    found = expected(config)
+    place = written(found.config.engine.place) if found.fits else "does not fit (`zpp-lab plan`)"
+    return f"engine.place=auto: {place}"
 
 
 def forecast(runs: Sequence[PlannedRun], machine: Machine | None = None) -> list[Forecast]:
