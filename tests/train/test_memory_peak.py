@@ -126,3 +126,21 @@ def test_a_parts_block_holds_what_was_planned(
     assert held <= planned <= held + acts.row
     if smaller == 1:  # evaluation sends uncompressed activations
         assert passing.most + acts.row == pytest.approx(acts.passing, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parts_losses_take_what_was_planned(dtype: torch.dtype) -> None:
+    """But for the CPU's copy of places in fp32, inside of an addition, that a GPU does not make."""
+    tp, dim, vocab, shape = 2, 32, 2000, (4, 128)
+    cfg, tokens = ModelConfig(dim=dim, layers=1, heads=4, kv_heads=4, ffn=16), 512 // tp
+    slices = Slices(tp, *(2 * [tokens * dim * dtype.itemsize]))
+    acts = Activations(cfg, vocab, tokens, dtype.itemsize, slices=slices)
+    part, targets = build_parts(cfg, vocab, tp, "cpu")[0].to(dtype), torch.zeros(shape).long()
+    part.join((part,), ShapeExchanges(slices))
+    x = torch.randn(tokens, dim, dtype=dtype, requires_grad=True)
+    with Live() as live:
+        part.leave([x], targets).backward()
+    assert live.most == pytest.approx(acts.loss, rel=0.04)
+    with Live() as passing, torch.no_grad():
+        part.leave([x], targets, each=True)
+    assert passing.most + acts.row == pytest.approx(acts.heldout_loss, rel=0.02)
