@@ -309,6 +309,7 @@ def planned(overrides: list[str], args: argparse.Namespace) -> tuple[list[str], 
     ValueError where it does not fit."""
     from zpp_lab.config.load import written
     from zpp_lab.tools.plan.cost.machine import load_machine
+    from zpp_lab.tools.plan.cost.state import NoFigures
     from zpp_lab.tools.plan.cost.step import predict
     from zpp_lab.train.memory.advice import settled
     from zpp_lab.train.memory.outlook import expected
@@ -324,9 +325,14 @@ def planned(overrides: list[str], args: argparse.Namespace) -> tuple[list[str], 
         "planned_host_gib": outlook.estimate.host / GIB,
     }
     if args.machine:
-        time = predict(config, load_machine(args.machine))
-        seconds = {"step_s": time.step_s, "flush_s": time.flush_s, "bus_s": time.bus_s}
-        found["predicted"] = {"machine": args.machine, "compute_s": time.compute_s, **seconds}
+        machine = load_machine(args.machine)
+        try:
+            time = predict(config, machine)
+        except NoFigures as error:
+            found["not_predicted"] = str(error)
+        else:
+            names = ("step_s", "flush_s", "bus_s", "compute_s", "optimizer_s")
+            found["predicted"] = {n: getattr(time, n) for n in names} | {"machine": machine.name}
     return [*overrides, f"engine.place={written(config.engine.place)}"], found
 
 

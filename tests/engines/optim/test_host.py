@@ -34,11 +34,14 @@ def trained(kind: StateKind, place: str, halt: int = 6) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("stage", "halt"), [(2**28, 6), (4000, 6), (1, 3)])
+@pytest.mark.parametrize(
+    ("stage", "small", "halt"), [(2**28, 2**20, 6), (4000, 1000, 6), (1, 1, 3)]
+)
 def test_bits_do_not_depend_on_where_moments_lie(
-    kind: StateKind, stage: int, halt: int, monkeypatch: pytest.MonkeyPatch
+    kind: StateKind, stage: int, small: int, halt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "STAGE", stage)
+    monkeypatch.setattr(host, "SMALL", small)
     pairs = zip(trained(kind, "device"), trained(kind, "host", halt), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 

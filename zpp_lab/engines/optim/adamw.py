@@ -11,11 +11,11 @@ their temporaries stay below `BATCH` elements times `SCRATCH` bytes whatever the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,8 +43,6 @@ BATCH = 2**23
 SCRATCH = 20  # bytes an element: two moments, the update and what encoding takes
 SPLITTING = 24  # more for masters in two planes: gradient, weight and what splitting takes
 SPREAD = 2**16  # rows start at so many places of a step's noise
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,15 +155,16 @@ class CompactAdamW(torch.optim.Optimizer):
         if passing and self.streams is None:
             self.streams = host.Streams(self.device)
         ends: list[Any] = []
-        for group, parameters in zip(self.param_groups, trained, strict=True):
-            if not passing or self.streams is None:
-                self._change(group, parameters)
-                continue
-            for part in together(parameters, self._nbytes, host.STAGE):
-                nbytes = sum(map(self._nbytes, part))
-                with self.streams.next(part, nbytes), self._passing(part):
-                    self._change(group, part)
+        if passing and self.streams is not None:
+            for part in host.stages(every, self._nbytes):
+                some = set(part)
+                with self.streams.next(part), self._passing(part):
+                    for group, parameters in zip(self.param_groups, trained, strict=True):
+                        self._change(group, [p for p in parameters if p in some])
                     ends += self.streams.mark()
+        else:
+            for group, parameters in zip(self.param_groups, trained, strict=True):
+                self._change(group, parameters)
         self.grads = {}
         if passing and self.streams is not None and whole:
             self.streams.join()
@@ -177,7 +176,7 @@ class CompactAdamW(torch.optim.Optimizer):
             self._by_kernel(group, parameters)
             return
         blocks = self._row_blocks(group, parameters, self.noise)
-        for batch in together(blocks, lambda block: block.weight.numel(), BATCH):
+        for batch in host.together(blocks, lambda block: block.weight.numel(), BATCH):
             _update(batch, self.ok)
 
     @contextmanager
@@ -263,20 +262,6 @@ class CompactAdamW(torch.optim.Optimizer):
                 low = None if below is None else below.view(rows, wide)[part]
                 states = {k: v[part] for k, v in flat.items()}
                 yield RowBlock(kind, group, w, low, g, self.factor, rate, root, states, own)
-
-
-def together(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield items in order in lists whose sizes add up to at most `most`, or of a single item."""
-    batch: list[T] = []
-    held = 0
-    for item in items:
-        if batch and held + size(item) > most:
-            yield batch
-            batch, held = [], 0
-        batch.append(item)
-        held += size(item)
-    if batch:
-        yield batch
 
 
 def _update(batch: list[RowBlock], ok: Tensor | None) -> None:

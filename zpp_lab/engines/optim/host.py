@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,9 @@ TOUCHED = 2**26  # bytes of a thread's turn
 THREADS = 12
 STAGE = 2**28  # bytes from host memory that a stream has on the GPU; one parameter's may be more
 STREAMS = 2
-SMALL = 2**20  # bytes of a stage that takes no turn, as a block's norms
+SMALL = 2**20  # bytes of parameters that travel with a larger one
+
+T = TypeVar("T")
 
 
 class Pages(mmap.mmap):
@@ -92,6 +94,31 @@ def pinned_state_bytes(shape: Sequence[int], kind: StateKind) -> int:
     return 2 * sum(map(pinned_bytes, moment_bytes(shape, kind)))
 
 
+def stages(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield what passes together, of items that come with so many bytes. Small ones go first, with
+    a larger one: in a stage of their own, whose stream the next one would have, nothing would come
+    until the large one before them has left."""
+    sizes = [(item, size if (size := nbytes(item)) >= SMALL else 0) for item in items]
+    sizes.sort(key=lambda each: each[1] > 0)
+    for some in together(sizes, lambda each: each[1], STAGE):
+        yield [item for item, _ in some]
+
+
+def together(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yield items in order in lists whose sizes add up to at most `most`, or of a single item, with
+    those before it that have no size."""
+    batch: list[T] = []
+    held = 0
+    for item in items:
+        if held and held + size(item) > most:
+            yield batch
+            batch, held = [], 0
+        batch.append(item)
+        held += size(item)
+    if batch:
+        yield batch
+
+
 class Streams:
     """Streams next to the current one, in turns; a CPU has none, and everything runs in order."""
 
@@ -102,15 +129,14 @@ class Streams:
         self.ended: dict[Tensor, Any] = {}  # the event after an item's last body
 
     @contextmanager
-    def next(self, items: Sequence[Tensor], nbytes: int) -> Iterator[None]:
+    def next(self, items: Sequence[Tensor]) -> Iterator[None]:
         """Run the body's work after what the current stream has so far, and after the last body of
-        each of these items, which another stream may have. `nbytes`: of what comes for it."""
+        each of these items, which another stream may have."""
         if not self.streams:
             yield
             return
         stream = self.streams[self.turns % STREAMS]
-        # else what follows a small stage would wait until the large one before that has gone out
-        self.turns += nbytes >= SMALL
+        self.turns += 1
         stream.wait_stream(torch.cuda.current_stream())
         self.follow(stream, items)
         with torch.cuda.stream(stream):

@@ -13,8 +13,7 @@ from zpp_lab.codecs.layout import Parameter
 from zpp_lab.collectives.plan import Plan, UnitPlan
 from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config
-from zpp_lab.engines.optim.adamw import together
-from zpp_lab.engines.optim.host import STAGE
+from zpp_lab.engines.optim.host import stages
 from zpp_lab.engines.units import far_names
 from zpp_lab.tools.plan.cost.machine import Bus, Machine
 from zpp_lab.train.memory.estimate import HALF, passing_bytes, shard_bytes
@@ -63,9 +62,10 @@ class State:
         torchs = self.masters == "fp32" and self.kind == "fp32"
         each += CLIP if self.config.train.clip and torchs else 0
         passing = {p: passing_bytes(p, self.config, self.far) for u in units for p in trained(u)}
-        for some in together(passing, lambda p: passing[p][0], STAGE):
+        for some in stages(passing, lambda p: passing[p][0]):
             comes, goes = (sum(passing[p][way] for p in some) / self.way for way in (0, 1))
-            yield Stage(comes, each * sum(p.shard_numel for p in some) / self.memory, goes)
+            update = each * sum(p.shard_numel for p in some) / self.memory
+            yield Stage(comes, update, goes)
 
     def norm(self, units: Iterable[UnitPlan]) -> float:
         """Return the seconds of the norm's pieces of units, of gradients in GPU memory."""
