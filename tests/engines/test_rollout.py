@@ -14,6 +14,7 @@ from zpp_lab.collectives.traffic import NOTHING
 from zpp_lab.config.schema import TrainConfig
 from zpp_lab.config.wires import ROLLOUT
 from zpp_lab.engines.build import build_plan
+from zpp_lab.engines.rollout import captures
 from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.models.generate import generate
 
@@ -97,6 +98,12 @@ def test_ranks_generate_equally_often() -> None:
     engine = virtual()
     with pytest.raises(ValueError, match="equally"), engine.rollout(0, "token") as policy:
         generate(policy.turn(2), *jobs.prompts(0, 0).values(), (1, 0), 2, 1.0, jobs.END, bool)
+
+
+def test_expandable_segments_leave_generation_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    engine = virtual()
+    assert captures(engine.model, engine.config.engine, torch.device("cuda")) is None
 
 
 def test_bits_without_rollouts_are_an_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -35,7 +36,15 @@ def captures(model: nn.Module, config: EngineConfig, device: torch.device) -> Gr
     """Return what captures an engine's passes of generation, if it may: of the built-in model, as
     the key-value caches of others grow."""
     takes = config.graph and device.type == "cuda" and isinstance(model, Llama)
+    if config.graph == "auto" and expandable_segments():
+        return None
     return Graphs(device) if takes else None
+
+
+def expandable_segments() -> bool:
+    """Whether torch's allocator has such segments, of which no CUDA graph may take memory."""
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
+    return "expandable_segments:True" in settings
 
 
 class Policy:

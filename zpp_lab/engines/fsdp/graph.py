@@ -29,7 +29,6 @@ gradient norm as not finite; so no rank updates anything, and all run the step a
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -53,6 +52,7 @@ from zpp_lab.engines.base import Batch
 from zpp_lab.engines.fsdp.comm import managed
 from zpp_lab.engines.fsdp.idle import Idle, end_capture
 from zpp_lab.engines.fsdp.wrap import Wrapped
+from zpp_lab.engines.rollout import expandable_segments
 
 WARM_UP = 2  # equal steps before a capture: kernels are loaded, buffers made, prefetches known
 PAYS = 3  # replays that make up for a capture, which takes the host as long as two eager steps
@@ -395,9 +395,7 @@ def obstacle(device: torch.device, residence: Residence, static: bool) -> str:
         return "train.clip_by=unit updates units within backward"
     if residence.offloads:
         return "engine.offload=true updates on the host"
-    if "expandable_segments:True" in os.environ.get(
-        "PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", "")
-    ):
+    if expandable_segments():
         return "expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
     if not static:
         return "this model may run other code from step to step"
