@@ -5,6 +5,7 @@ The answers are rank 0's, so it alone runs the virtual engine for comparison.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -153,6 +154,15 @@ def untouched() -> list[Any]:
     return [len(engine.wrapped.installed), far, a[0][2] == b[0][2], told]
 
 
+def complaint(run: Callable[[], object]) -> str:
+    """What a step says of a value that is not finite; "nothing" if it ends."""
+    try:
+        run()
+    except NonFiniteError as error:
+        return str(error)
+    return "nothing"
+
+
 def nan_message(name: str, value: float, case: str) -> list[str]:
     """What each engine says about a bad weight: this rank's, and the virtual one's."""
     config = configured(case, 2, 2)
@@ -166,11 +176,7 @@ def nan_message(name: str, value: float, case: str) -> list[str]:
         if not isinstance(engine, FsdpEngine) or engine.rank == 0:
             with torch.no_grad():
                 local[0] = value
-        try:
-            steps(engine, 1)
-            said.append("nothing")
-        except NonFiniteError as error:
-            said.append(str(error))
+        said.append(complaint(partial(steps, engine, 1)))
         if isinstance(engine, FsdpEngine):
             every: list[Any] = [None] * 4
             torch.distributed.all_gather_object(every, said[-1])
@@ -185,11 +191,7 @@ def untouched_nan() -> str:
     engine = real(configured("zero3", 2, 2, ordered=False))
     with torch.no_grad():
         engine.parameters["head.weight"].to_local().fill_(3e38)
-    try:
-        steps(engine, 1)
-    except NonFiniteError as error:
-        return str(error)
-    return "nothing"
+    return complaint(partial(steps, engine, 1))
 
 
 class Forgetful(ProcessGroups):

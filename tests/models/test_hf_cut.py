@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from tests.engines.test_parts import ACTS8, Exact, made, shared_alike, train
+from tests.engines.test_parts import ACTS8, Exact, check_gradients, made, shared_alike, train
 from tests.engines.test_parts import batch as own_batch
 from tests.models.hf_cases import settings
 from zpp_lab.config.model import ModelConfig
@@ -91,18 +91,7 @@ def test_parts_have_the_logits_and_gradients_of_transformers(
     tokens, targets = batch()
     logits = whole(input_ids=tokens, use_cache=False).logits
     assert float((logits_of(parts, tokens) - logits).abs().max().detach()) < 1e-12
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-    loss.backward()
-    made = parts[0](tokens, targets)
-    made.backward()
-    assert abs(float(made.detach() - loss.detach())) < 1e-12
-    every = [dict(part.named_parameters()) for part in parts]
-    for name, p in whole.named_parameters():
-        grads = [own[name].grad for own in every]
-        cut = grads[0].shape != p.shape
-        found = merged(name, grads) if cut else torch.stack(grads).sum(0)
-        assert float((found - p.grad).abs().max()) < 1e-12, name
-        assert float(found.abs().max()) > 1e-6, name
+    check_gradients(whole, parts, tokens, targets, logits)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])

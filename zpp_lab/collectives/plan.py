@@ -72,14 +72,14 @@ class PassUse:
     backwards: Mapping[str, int]
 
     def check_once(self, by_unit: bool) -> None:
-        """ValueError where gradients wait for the last micro-step, or units are clipped (`by_unit`)
-        and updated as they are reduced, and one runs twice: FSDP2 reduces after each call's
-        backward, so it would reduce them twice."""
+        """ValueError where a unit runs twice in a forward, and its gradients have to be reduced
+        once: at the last micro-step, or to be clipped by unit (`by_unit`). FSDP2 would reduce them
+        after each call's backward."""
         if again := [name for name, calls in self.forwards.items() if calls > 1]:
             raise ValueError(
                 f"{', '.join(again)}: runs more than once in a forward, so its gradients cannot "
                 + (
-                    "be clipped as they are reduced: set train.clip_by=norm"
+                    "be clipped by unit: set train.clip_by=norm"
                     if by_unit
                     else "wait for the last micro-step: set train.accumulate=every"
                 )

@@ -110,7 +110,7 @@ class FsdpEngine(Engine):
         watchdog = self.transport.watchdog
         staged = self.owns[0]
         self.parts = OwnPart.joined(model, staged, config.cluster, self.wrapped.clock, watchdog)
-        # gradients that go to host memory go as soon as they are reduced
+        # no reduction overlaps the next where each one's gradients are used at once
         self.wrapped.under_way.open = not (self.residence.gradients or self.residence.by_unit)
         building.done("sharding")
         self.root = cast(FSDPModule, model)

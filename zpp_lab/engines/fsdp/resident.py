@@ -15,8 +15,8 @@ backward overwrites a gradient that is still to be used.
 `ByUnit` updates a unit as soon as it has been reduced (train.clip_by=unit).
 
 `Masters` are fp32 shards, or (train.masters=split) their high planes. FSDP2 shards, gathers and
-gives gradients to these, in bf16; the low ones lie next to them, sharded alike. In turn no fp32
-master and no fp32 gradient exists (`codecs/planes.py`).
+gives gradients to these, in bf16. The low planes lie next to them, sharded alike. No fp32 master
+and no fp32 gradient exists then (`codecs/planes.py`).
 """
 
 from __future__ import annotations

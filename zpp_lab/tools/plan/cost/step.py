@@ -12,8 +12,9 @@ new weights while these run.
 
 Then gradients are measured and clipped, AdamW runs and the host reads the loss. New node-replicated
 weights travel at the beginning of a step. With engine.place units are updated there too, each
-before its gather and while planes of the one before leave, and gradients leave as they are reduced:
-a lane of the bus each way. With train.clip_by=unit a unit is updated once the next one is reduced.
+before its gather. Its state comes in while that of the unit before leaves, and a gradient leaves
+once it is reduced: a lane of the bus each way. With train.clip_by=unit a unit is updated once the
+next one is reduced.
 
 A prediction is made of tasks on streams, which run in order and share resources (the GPU, a link):
 the stream that has been ready longest goes first. A task is not interrupted.
