@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -133,7 +134,14 @@ class ActsEncoder:
         errors = observer.room(wire, layout, room) if observer is not None else None
         kernels.encode(layout, [x.detach()], noise, room, errors)
         if observer is not None:
-            observer.encoded(wire, layout, errors)
+            observer.encoded(wire, _summed(layout) if len(rows) > 1 else layout, errors)
+
+
+@cache
+def _summed(layout: Layout) -> Layout:
+    """Name terms of sums apart from slices, which travel on the same wire at the same place:
+    telemetry takes two transfers of one name for one."""
+    return Layout(tuple(replace(s, name=f"{s.name}.sum") for s in layout.segments))
 
 
 class Parts(ActsEncoder):
