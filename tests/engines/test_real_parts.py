@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engines.cells_world import PARTS, compare, real, size, steps, twin
 from tests.engines.fsdp_jobs import complaint
 from tests.engines.fsdp_world import run_world
 from tests.engines.test_parts import batch, made, same, train
 from tests.engines.test_stages import Shape
-from zpp_lab.collectives import transport
-from zpp_lab.collectives.transport import ProcessGroups
-from zpp_lab.config.wires import ACTS_BACKWARD, ACTS_FORWARD, TP_RAW
 from zpp_lab.engines.base import Engine
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.runs.checkpoint.read import Saved
@@ -38,56 +31,6 @@ SOME_NODES = ("zeropp", "differences", "node")  # need several nodes with severa
 def test_real_parts_have_the_virtual_ones_bits(shape: Shape) -> None:
     said = run_world(size(shape), compare, shape, list(FAST[shape]))
     assert said == dict.fromkeys(FAST[shape], "")
-
-
-class Ops(TorchDispatchMode):
-    """Notes which operators run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def seen() -> dict[str, bool]:
-    """What torch's groups send between parts is what the ledger counts; DTensor sends nothing."""
-    engine = real("acts8", SHAPE)
-    assert engine.parts is not None
-    tp, sent, start = SHAPE[2], Counter[str](), transport._start
-    among = engine.parts.transport
-    assert isinstance(among, ProcessGroups)
-
-    def counting(group: Any, names: tuple[str, ...]) -> Any:
-        run = start(group, names)
-
-        def called(out: Tensor, given: Tensor, *rest: Any) -> Any:
-            each = given.nbytes // (tp if names == transport.STARTS["all_to_all"] else 1)
-            sent["parts" if group in among.gathers.values() else "cell"] += (tp - 1) * each
-            return run(out, given, *rest)
-
-        return called
-
-    transport._start = counting
-    try:
-        with Ops() as ops:
-            done = engine.step(0, 1e-2, partial(batch, 0), False)
-    finally:
-        transport._start = start
-    counted = sum(sum(done.bytes[w]) for w in (ACTS_FORWARD, ACTS_BACKWARD, TP_RAW))
-    return {
-        "between parts": counted == engine.parts.world * sent["parts"],
-        "some in cells": sent["cell"] > 0,
-        "none by DTensor": not any("c10d_functional" in name for name in ops.seen),
-        "operators": any("aten" in name for name in ops.seen),
-    }
-
-
-def test_groups_saw_the_bytes_of_the_ledger_and_dtensor_moved_nothing() -> None:
-    said = run_world(4, seen)
-    assert all(said.values()), said
 
 
 def poisoned(name: str, value: float) -> list[str]:
