@@ -15,7 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.engines.cells_world import own_state, real, run, same_bits, shard_state, size, twin
+from tests.engines.cells_world import (
+    own_state,
+    real,
+    run,
+    same_bits,
+    shard_state,
+    size,
+    twin,
+)
 from tests.engines.fsdp_world import run_world
 from tests.engines.test_parts import batch
 from tests.engines.test_stages import Shape
