@@ -17,6 +17,7 @@ from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.engines.build import build_engine
+from zpp_lab.engines.compile import compile_units
 
 VOCAB = 37
 TINY = ModelConfig(dim=16, layers=3, heads=2, kv_heads=1, ffn=24, vocab_size=VOCAB)
@@ -70,6 +71,18 @@ def test_all_blocks_share_one_graph() -> None:
     """A second one would cost every rank seconds at each start."""
     found = run_world(2, graphs_of_the_real_engine)
     assert found == {"step 0": 1, "step 1": 1, "with evaluation": 2}
+
+
+def test_engines_do_not_share_compiled_code() -> None:
+    """Else one with other options would run the other's, and shapes of both count together."""
+    counters.clear()
+    blocks = [torch.nn.Linear(4, 4) for _ in range(4)]
+    with patch("torch.compile", partial(torch.compile, backend="eager")):
+        for pair in (blocks[:2], blocks[2:]):
+            compile_units([("", block) for block in pair], deterministic=False)
+    for block in blocks * 2:
+        block(torch.zeros(2, 4))
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ compiled and uncompiled runs do not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType, MethodType
 
 import torch
 import torch._dynamo
@@ -22,20 +23,43 @@ LEANS_ON = {"torch._inductor.config": ("deterministic",)}
 Options = dict[str, str | int | bool | Callable[..., object]]
 
 
-def compile_units(units: Iterable[tuple[str, nn.Module]], deterministic: bool) -> None:
+def compile_units(
+    units: Iterable[tuple[str, nn.Module]], deterministic: bool, **options: str | int | bool
+) -> None:
     """Compile each unit's forward, in place, for inputs of one shape at a time.
 
-    `deterministic`: kernels are picked by rule and not by trial, alike on every rank. A unit that
-    sees too many shapes is an error: running it uncompiled would give other bits.
+    `deterministic`: kernels are picked by rule and not by trial, alike on every rank. `options`:
+    more of the compiler's. A unit that sees too many shapes is an error: running it uncompiled
+    would give other bits.
     """
     if torch.cuda.is_available():  # its workers import torch while the engine is built
         AsyncCompile.warm_pool()
-    torch._dynamo.reset()  # what an engine before compiled does not count against the limit
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    settings: Options | None = {"deterministic": True} if deterministic else None
+    settings: Options = {"deterministic": True, **options} if deterministic else {**options}
+    own: dict[CodeType, CodeType] = {}
     for _, module in units:
-        compiled = torch.compile(module.forward, options=settings, dynamic=False)  # type: ignore[arg-type]
+        forward = _apart(module.forward, own)
+        compiled = torch.compile(forward, options=settings or None, dynamic=False)  # type: ignore[arg-type]
         module.forward = compiled  # type: ignore[method-assign]
+
+
+def _apart(forward: Callable[..., object], own: dict[CodeType, CodeType]) -> Callable[..., object]:
+    """Return the method with a copy of its code, one for all of a call's units. The compiler keeps
+    what it made with the code, so that of another engine neither serves here nor counts against
+    the limit."""
+    assert isinstance(forward, MethodType), "a module's forward is a method of it"
+    function = forward.__func__
+    assert isinstance(function, FunctionType), "and written in Python"
+    code = function.__code__
+    copy = FunctionType(
+        own.setdefault(code, code.replace()),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(copy, forward.__self__)
 
 
 def seconds() -> dict[str, float]:
