@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.fsdp_world import run_world
 from tests.tools.links.shared import refusal
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.study.speed.results import read_speeds
@@ -84,7 +85,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
 def bench(folder: Path, words: list[str], tag: str = "", **changes: Any) -> StepBench:
     cluster = ClusterConfig(nodes=1, gpus_per_node=2)
     pace = Pace(**{"steps": 3, "rounds": 2, "turn_seconds": 8, "limit": 9, "budget": 99, **changes})
-    every = with_compute(arms(words, TINY))
+    every = with_compute(arms(words, [*TINY, "cluster=1x2"]))
     made = StepBench(OneHost(), Placement(cluster), every, pace, folder, tag=tag)
     made.run([None])
     return made
@@ -161,6 +162,61 @@ def test_plain_arms_and_twins_come_by_themselves() -> None:
     assert beside(["ds: recipe=zeropp engine=deepspeed"])["ds"] == ""  # a peer
     with pytest.raises(ValueError, match="rename it"):
         beside(["zeropp_raw: recipe=w4", "zeropp"])
+
+
+def test_tensor_parts_and_stages_have_baselines_of_their_own() -> None:
+    parts = [*TINY, "cluster=1x2", "cluster.tp=2"]
+    words = ["acts8: recipe=zero3 recipe.acts.bits=8"]
+    assert beside(words, *parts[-2:]) == {
+        "tp": "",
+        "tp+async": "",
+        "zero3": "",
+        "acts8": "zero3",
+    }
+    on_cpu = [*parts[-2:], "engine.device=cpu"]
+    assert list(beside(words, *on_cpu)) == ["tp", "zero3", "acts8"]
+    assert [arm.name for arm in with_compute(arms(["zero3"], parts))] == ["zero3"]  # no floor
+    pipe = ["cluster=2x1", "cluster.pp=2"]
+    both = ["a: recipe=zero3 recipe.stage=2", "b: recipe=zero3 recipe.stage=2 recipe.acts.bits=4"]
+    assert beside(both, *pipe) == {"a": "", "b": "a"}
+    one = [*parts[:-1], "cluster.tp=1"]
+    for word, settings in (("fsdp2", parts), ("tp", one), ("tp", [*TINY, *pipe])):
+        with pytest.raises(ValueError, match=r"cluster\.tp"):
+            arms([word], settings)
+    whole = arms(["whole: fsdp2 cluster.tp=1"], parts)[0]
+    assert whole.config.cluster.readers == 2
+
+
+def _plain_parts(compiled: bool) -> float:
+    """The largest difference of a loss or gradient from the whole model's, relative to it."""
+    import torch
+
+    from zpp_lab.models import build_model
+    from zpp_lab.tools.bench.step.engines import PlainTp
+    from zpp_lab.tools.bench.step.rank import random_batch
+
+    own = ["cluster=1x4", "cluster.tp=2", "engine.device=cpu", "train.micro_steps=2"]
+    own += ["model=tiny", f"engine.compile={str(compiled).lower()}"]
+    config = arms([f"tp: tp {' '.join(own)}"], TINY)[0].config
+    made = PlainTp(config, torch.device("cpu"))
+    for name, p in made.model.named_parameters():
+        if "norm" in name:  # drawn by each part for itself
+            p.to_local().data.fill_(1.0)
+    whole = build_model(config.model, 64, device="cpu", seed=0)
+    drawn = {name: p.full_tensor().detach() for name, p in made.model.named_parameters()}
+    whole.load_state_dict(drawn)
+    made.passes([random_batch(config, 0, made.reader, micro) for micro in range(2)])
+    for reader, micro in ((r, m) for r in range(2) for m in range(2)):
+        (whole(*random_batch(config, 0, reader, micro)) / 4).backward()
+    expected = dict(whole.named_parameters())
+    found = {name: p.grad.full_tensor() for name, p in made.model.named_parameters()}
+    off = {n: (g - expected[n].grad).abs().max() for n, g in found.items()}
+    return max(float(off[n] / expected[n].grad.abs().max()) for n in found)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_plain_tensor_parallelism_has_the_whole_models_gradients(compiled: bool) -> None:
+    assert run_world(4, _plain_parts, compiled) < 1e-5
 
 
 def test_arms_without_memory_are_told_of_apart(

@@ -6,7 +6,10 @@ An arm is a word of `--recipes`, or `--arm "NAME: overrides"`:
     fsdp2+node     the same, resharded to the node after the forward: backward gathers in the node
     hsdp           the same on a mesh of two dimensions: sharded in the node, copies across nodes
     fsdp2+groups   the same as fsdp2, with a communicator of its own for gradients
-    compute        one rank's work without any communication: the floor of every arm
+    tp             torch's tensor and sequence parallelism, compiled, under FSDP2: of cluster.tp
+    tp+async       the same with async TP: products of chunks while others travel
+    compute        one rank's work without any communication: the floor of every arm whose ranks
+                   have the whole model
     ...+graph      any of these with forward and backward in one CUDA graph, as our own arms have;
                    compute+graph is the floor of arms with a graph: what the kernels need
     RECIPE         a recipe of conf/recipe on engine=fsdp
@@ -32,8 +35,11 @@ OWN = {
     "fsdp2+node": ("plain_node", "fsdp2", "zero3 + reshard to node", []),
     "hsdp": ("plain_hsdp", "fsdp2", "zero3 + copies across nodes", ["recipe.shard=node"]),
     "fsdp2+groups": ("plain_groups", "fsdp2", "zero3 + separate groups", []),
+    "tp": ("plain_tp", "fsdp2", "zero3 + tensor parallel", ["engine.compile=true"]),
+    "tp+async": ("plain_async_tp", "fsdp2", "zero3 + async TP", ["engine.compile=true"]),
     "compute": ("compute", "none", "compute only", []),
 }
+TP = "tp", "tp+async"
 COMPUTE, KERNELS = FLOORS = "compute", "compute+graph"
 GRAPH = "+graph"
 OWN |= {
@@ -84,6 +90,7 @@ def _arm(word: str, overrides: Sequence[str]) -> Arm:
     if settings and settings[0] in OWN:
         maker, engine, recipe, more = OWN[settings[0]]
         config = compose(merged(DEFAULTS, overrides, ["recipe=zero3"], more, settings[1:]))
+        _check_split(name, settings[0], config.cluster)
         return Arm(name.strip(), maker, engine, recipe, "ours", config)
     config = compose(merged(DEFAULTS, overrides, settings))
     engine = config.engine.name
@@ -99,18 +106,36 @@ def _arm(word: str, overrides: Sequence[str]) -> Arm:
     return Arm(name.strip(), maker, engine, config.recipe.name, session, config)
 
 
+def _check_split(name: str, word: str, cluster: ClusterConfig) -> None:
+    """ValueError where a plain loop does not split the model as the cluster does."""
+    parted = word.removesuffix(GRAPH) in TP
+    if parted and (cluster.tp == 1 or cluster.pp > 1):
+        raise ValueError(
+            f"arm {name}: {word} is for tensor parts alone, not cluster.tp={cluster.tp} "
+            f"cluster.pp={cluster.pp}: set cluster.tp, and cluster.pp=1"
+        )
+    if not parted and cluster.split:
+        raise ValueError(
+            f"arm {name}: {word} does not split the model, but {cluster.split}: use tp, or add "
+            f"cluster.tp=1 cluster.pp=1 as --arm '{word}: {word} cluster.tp=1 cluster.pp=1'"
+        )
+
+
 def compared(every: Sequence[Arm], overrides: Sequence[str]) -> list[Arm]:
     """Return the arms with what they are compared with, each once: plain FSDP2 first, and a raw
     twin before the first arm that it belongs to."""
     if not every:
         return []
     there = {(arm.maker, arm.config.engine.graph is True) for arm in every}
-    words = plain_words(every[0].config.cluster)
-    if _graphs(every):  # FSDP2's users can have one, too: of the way that was fastest with one
+    cluster = every[0].config.cluster
+    words = plain_words(cluster, gpus=every[0].config.engine.device != "cpu")
+    if (
+        _graphs(every) and not cluster.split
+    ):  # FSDP2's users can have one, too: of the way that was fastest with one
         words += [words[min(1, len(words) - 1)] + GRAPH]
     plain = [w for w in words if (OWN[w][0], w.endswith(GRAPH)) not in there]
     found = [*arms(plain, overrides)] if plain else []
-    usual = _arm(PLAIN, overrides).config
+    usual = compose(merged(DEFAULTS, overrides, ["recipe=zero3"]))
     for arm in every:
         if arm.maker == "quick" and arm.config.recipe.coded:
             config = replace(arm.config, recipe=twin(arm.config.recipe))
@@ -133,10 +158,15 @@ def _graphs(every: Sequence[Arm]) -> bool:
     )
 
 
-def plain_words(cluster: ClusterConfig) -> list[str]:
+def plain_words(cluster: ClusterConfig, gpus: bool = True) -> list[str]:
     """Return the ways of plain FSDP2 that differ on a cluster. Inside one node weights resharded to
     the node and copies across nodes are both what `fsdp2` does. Where a node has one GPU
-    `fsdp2+node` differs from it: weights stay whole until backward is done."""
+    `fsdp2+node` differs from it: weights stay whole until backward is done. With tensor parts there
+    are torch's own, on GPUs overlapped too; with stages none, as we use torch's schedules."""
+    if cluster.pp > 1:
+        return []
+    if cluster.tp > 1:
+        return [*TP] if gpus else ["tp"]
     if cluster.nodes == 1:
         return ["fsdp2"]
     return ["fsdp2", "fsdp2+node", "hsdp"]
@@ -175,9 +205,10 @@ def sessions(every: Sequence[Arm]) -> list[list[Arm]]:
 
 
 def with_compute(every: Sequence[Arm]) -> list[Arm]:
-    """Return the arms, and first of all their floors, of the settings of the first arm."""
+    """Return the arms, and first of all their floors, of the settings of the first arm; none where
+    a rank has a part of the model alone."""
     rest = [arm for arm in every if arm.name not in FLOORS]
-    if not rest:
+    if not rest or rest[0].config.cluster.split:
         return list(every)
     floors = []
     for name in FLOORS if _graphs(rest) else [COMPUTE]:

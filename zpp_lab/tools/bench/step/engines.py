@@ -14,9 +14,19 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
 
 from zpp_lab.codecs.numerics import clip_factor
 from zpp_lab.collectives.peer.choose import connect
@@ -62,13 +72,13 @@ def vocabulary(config: Config) -> int:
     return config.model.vocab_size or VOCABULARY
 
 
-def meta_model(config: Config) -> Any:
-    """Return the model on the meta device, compiled if the config says so."""
+def meta_model(config: Config, **options: bool) -> Any:
+    """Return the model on the meta device, compiled if the config says so, with these options."""
     model = build_model(config.model, vocabulary(config), device="meta")
     if config.engine.compile:
         from zpp_lab.engines.compile import compile_units
 
-        compile_units(model.units(), config.engine.deterministic)
+        compile_units(model.units(), config.engine.deterministic, **options)
     return model
 
 
@@ -177,13 +187,27 @@ class PlainFsdp2:
         groups: bool = False,
         copies: bool = False,
     ) -> None:
-        self.train, self.device, self.model = config.train, device, meta_model(config)
         if groups and not hasattr(FSDPModule, "set_separate_reduce_scatter_group"):
             raise ValueError("this torch has no separate reduce-scatter groups: leave the arm out")
         cluster = config.cluster
         shape = (cluster.nodes, cluster.gpus_per_node) if copies else (cluster.world,)
         names = ("replicate", "shard") if copies else ("shard",)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        self._start(config, device, meta_model(config), mesh, reshard)
+        if groups:
+            self.model.set_separate_reduce_scatter_group(True)
+
+    def _start(
+        self,
+        config: Config,
+        device: torch.device,
+        model: Any,
+        mesh: DeviceMesh,
+        reshard: bool | int = True,
+    ) -> None:
+        """Shard the model over the mesh, draw its weights, make the optimizer."""
+        self.train, self.device, self.model = config.train, device, model
+        self.reader = dist.get_rank()
         policy = MixedPrecisionPolicy(
             DTYPES[self.train.param_dtype], DTYPES[self.train.reduce_dtype]
         )
@@ -192,27 +216,73 @@ class PlainFsdp2:
                 list(blocks.values()), mesh=mesh, mp_policy=policy, reshard_after_forward=reshard
             )
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
-        if groups:
-            self.model.set_separate_reduce_scatter_group(True)
         draw(self.model, device)
         self.optimizer = adamw(dict(self.model.named_parameters()), config.optimization)
-        self.passes = Replayed(partial(_passes, self.model), self.model, _graph(config))
+        self.passes = Replayed(self._passes, self.model, _graph(config))
         self.read = Read()
+
+    def _passes(self, batches: list[Batch]) -> list[Tensor]:
+        return _passes(self.model, batches)
 
     @property
     def replays(self) -> int:
         return self.passes.replays
 
     def step(self, number: int, batches: Batches, ahead: Batches | None = None) -> Bytes | None:
-        import torch.distributed as dist
-
-        losses = self.passes(_on(self.device, batches, dist.get_rank(), self.train.micro_steps))
+        losses = self.passes(_on(self.device, batches, self.reader, self.train.micro_steps))
         if self.train.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.train.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.waiting = self.read(losses, ahead is None)
         return None
+
+
+class PlainTp(PlainFsdp2):
+    """torch's tensor and sequence parallelism with a vocabulary in parts, as torchtitan applies it,
+    under FSDP2 over the data-parallel ranks. overlapped: the compiler makes matrix products of
+    chunks, which symmetric memory brings meanwhile (async TP). ValueError where that cannot be.
+    """
+
+    def __init__(self, config: Config, device: torch.device, overlapped: bool = False) -> None:
+        cluster, options = config.cluster, {"_micro_pipeline_tp": True} if overlapped else {}
+        shape = cluster.dp.world, cluster.tp
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
+        if overlapped:
+            if device.type != "cuda" or not config.engine.compile:
+                raise ValueError("async TP needs GPUs and engine.compile=true: leave the arm out")
+            enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
+        model = meta_model(config, **options)
+        _cut(model, mesh["tp"])
+        self._start(config, device, model, mesh["dp"])
+        self.reader = mesh["dp"].get_local_rank()
+
+    def _passes(self, batches: list[Batch]) -> list[Tensor]:
+        with loss_parallel():  # backward, too
+            return [loss.to_local() for loss in _passes(self._loss, batches)]  # type: ignore[attr-defined]
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        logits = self.model(inputs).flatten(0, 1)
+        return F.cross_entropy(logits.float(), targets.flatten())
+
+
+def _cut(model: Any, mesh: DeviceMesh) -> None:
+    """Give the decoder torch's tensor and sequence parallelism."""
+    whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    rows, columns = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1))
+    block: dict[str, Any] = {"attention": whole, "mlp": whole}
+    block |= dict.fromkeys(("attention_norm", "mlp_norm"), SequenceParallel())
+    block |= {f"attention.{name}": rows for name in ("wq", "wk", "wv")}
+    block |= {"mlp.w_gate": rows, "mlp.w_up": rows, "attention.wo": columns, "mlp.w_down": columns}
+    for _, unit in model.units():
+        parallelize_module(unit, mesh, block)
+    embed = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    root: dict[str, Any] = {"embed": embed, "norm": SequenceParallel()}
+    parallelize_module(model, mesh, root if model.head is None else {**root, "head": rows})
+    # compiled code would wait for a collective's result outside of the graph: no gradient came back
+    model.embed.register_forward_hook(lambda _, __, out: out.clone())
+    # the head's weight is used without a call of its module, whose style would gather its input
+    model.norm.register_forward_hook(lambda _, __, out: out.redistribute(placements=[Replicate()]))
 
 
 def _graph(config: Config) -> bool:
@@ -227,7 +297,7 @@ def _on(device: torch.device, batches: Batches, rank: int, micros: int) -> list[
     return [tuple(t.to(device, non_blocking=True) for t in batch) for batch in own]
 
 
-def _passes(model: nn.Module, batches: list[Batch]) -> list[Tensor]:
+def _passes(model: Callable[..., Tensor], batches: list[Batch]) -> list[Tensor]:
     """Forward and backward of each; gradients are those of the mean loss."""
     losses = []
     for inputs, targets in batches:
@@ -273,6 +343,14 @@ def plain_hsdp(config: Config, device: torch.device) -> Timed:
 
 def plain_groups(config: Config, device: torch.device) -> Timed:
     return PlainFsdp2(config, device, groups=True)
+
+
+def plain_tp(config: Config, device: torch.device) -> Timed:
+    return PlainTp(config, device)
+
+
+def plain_async_tp(config: Config, device: torch.device) -> Timed:
+    return PlainTp(config, device, overlapped=True)
 
 
 class ComputeOnly:
@@ -330,5 +408,15 @@ def compute(config: Config, device: torch.device) -> Timed:
 
 MAKERS: dict[str, Maker] = {
     maker.__name__: maker
-    for maker in (quick, built, plain, plain_node, plain_hsdp, plain_groups, compute)
+    for maker in (
+        quick,
+        built,
+        plain,
+        plain_node,
+        plain_hsdp,
+        plain_groups,
+        plain_tp,
+        plain_async_tp,
+        compute,
+    )
 }

@@ -5,9 +5,10 @@
 
 Several nodes are network namespaces of this host (Linux, root), joined by links of each named speed
 in turn; GPUs of a node keep NVLink. Each link is measured first. Words of --recipes: a recipe of
-conf/recipe, fsdp2, fsdp2+node, hsdp, fsdp2+groups, compute, and these five with +graph: from one
-CUDA graph a step; for anything else `--arm "NAME: overrides"`. What follows are overrides of
-`zpp-lab train`; tokens are random.
+conf/recipe, fsdp2, fsdp2+node, hsdp, fsdp2+groups, tp, tp+async, compute, and these with +graph:
+from one CUDA graph a step; for anything else `--arm "NAME: overrides"`. What follows are overrides
+of `zpp-lab train`; tokens are random. With cluster.tp the plain arms are tp and tp+async, torch's
+own compiled tensor parallelism; with cluster.pp there is none.
 
 Speeds are compared with the strongest plain FSDP2 and with an arm's raw twin, which has the same
 sharding and no codec. Both are added unless --no-twins is given. Arms take turns in the same
@@ -21,7 +22,7 @@ say so in ranks_per_gpu.
 Into --out go results.csv (a row an arm and link, with its floor), one JSON file a shape with every
 step, and the ranks' logs; `zpp-lab report` shows them, with a study's losses by `--speed OUT`. An
 arm that fails or exceeds --limit costs only itself. --apart gives each arm processes of its own,
-for models of which a GPU cannot hold several; engine.compile=true does so too.
+for models of which a GPU cannot hold several.
 """
 
 from __future__ import annotations
@@ -273,7 +274,7 @@ class StepBench:
     def _row(self, arm: Arm, link: Link, cell: results.Cell) -> results.Row:
         config, step = arm.config, median(cell.seconds)
         train, nodes = config.train, self.cluster.nodes
-        tokens = train.batch_size * config.data.seq_len * train.micro_steps * self.cluster.readers
+        tokens = train.batch_size * config.data.seq_len * train.micro_steps * config.cluster.readers
         own = self.cells.get((self._floor_of(cell), None))
         compute = median(own.seconds) if own else None
         on_link = None if arm.name in FLOORS else results.seconds_on_link(cell, nodes, link)
@@ -473,7 +474,7 @@ def main(argv: Sequence[str]) -> int:
         every = compared(every, overrides)
     if not args.no_compute:
         every = with_compute(every)
-    if args.apart or any(arm.config.engine.compile for arm in every):  # compiled code is shared
+    if args.apart:
         every = [replace(arm, session=arm.name) for arm in every]
     pace = Pace(args.steps, args.rounds, args.turn_seconds, args.limit, args.budget)
     placement = _placed(args, cluster)
