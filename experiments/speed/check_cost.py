@@ -42,7 +42,8 @@ from zpp_lab.tools.bench.step.arms import merged
 from zpp_lab.tools.bench.step.engines import vocabulary
 from zpp_lab.tools.plan.cost.machine import Machine, load_machine
 from zpp_lab.tools.plan.cost.show import NODE, as_planned, host_lacks, links
-from zpp_lab.tools.plan.cost.step import StepTime, predict
+from zpp_lab.tools.plan.cost.step import predict
+from zpp_lab.tools.plan.cost.timeline import StepTime
 
 HERE = Path(__file__).parent
 BASE = ["engine=fsdp", "engine.graph=false", "train.param_dtype=bf16", "train.reduce_dtype=bf16"]

@@ -41,10 +41,11 @@ def test_a_small_run_fits_and_its_wires_are_the_plan(capsys) -> None:
     assert found["peak"] == sum(i[found["peak_moment"]] for i in on_gpu)
 
 
-def test_tensor_parts_have_wires_and_memory_but_no_time(capsys) -> None:
+def test_tensor_parts_have_wires_memory_and_time(capsys) -> None:
     parts = ["cluster.tp=2", "recipe.acts.bits=8", "--machine", "h200"]
     whole, found = (planned(capsys, *LARGE, *more)[1] for more in ([], parts))
-    assert not found["time"]["links"]
+    assert 0 < found["time"]["links"]["max"]["parts_s"] < found["time"]["links"]["max"]["step_s"]
+    assert not found["time"]["graph"]
     assert found["parameters"] == whole["parameters"]
     assert {"acts_forward", "acts_backward", "tp_raw"} <= found["wires"].keys()
     weights, logits = (
@@ -55,6 +56,8 @@ def test_tensor_parts_have_wires_and_memory_but_no_time(capsys) -> None:
     assert logits[1] == pytest.approx(logits[0] / 2, rel=0.01)  # of half the vocabulary
     assert main(["plan", *LARGE, *parts]) == 0
     assert "cluster.tp=2" in capsys.readouterr().out
+    pipe = ["cluster.pp=2", "recipe.stage=2", "train.micro_steps=4", "engine.schedule=interleaved"]
+    assert not planned(capsys, *LARGE, *pipe, *parts[-2:])[1]["time"]["links"]  # no figures
 
 
 def test_what_does_not_fit_is_answered_in_order(capsys) -> None:

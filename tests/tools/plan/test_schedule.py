@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from zpp_lab.tools.plan.cost.step import Timeline
+from zpp_lab.tools.plan.cost.timeline import Timeline
 
 
 @pytest.mark.parametrize("seed", range(20))

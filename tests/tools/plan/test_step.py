@@ -12,6 +12,7 @@ from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import plan_of
 from zpp_lab.tools.plan.cost import machine as figures
 from zpp_lab.tools.plan.cost.show import graph_line
+from zpp_lab.tools.plan.cost.split import makespan
 from zpp_lab.tools.plan.cost.step import LAUNCH, predict, replays
 from zpp_lab.train.memory.estimate import optimizer_bytes
 from zpp_lab.train.speed import block_work
@@ -209,9 +210,75 @@ def test_several_micro_steps_that_reduce_once_send_less() -> None:
     assert short.step_s == pytest.approx(node_bytes(once) / 1e6)
 
 
+@pytest.mark.parametrize("acts", ["none", "8", "4"])
+def test_nothing_hides_what_tensor_parts_exchange(acts: str) -> None:
+    """All that a rank receives, where it is the only thing that takes time."""
+    bits = [] if acts == "none" else [f"recipe.acts.bits={acts}"]
+    settings = config("cluster=1x2", "cluster.tp=2", "train.micro_steps=3", *bits)
+    link = figures.Curve(((1.0, 1e-6),))
+    found = predict(settings, machine(intra=figures.Inside(link, link, 0.0)))
+    received = sum(t.intra for t in plan_of(settings).step_bytes().values()) / 2
+    assert found.step_s == pytest.approx(received / 1e6)
+    assert found.parts_s == pytest.approx(found.step_s)
+
+
+def test_cells_of_a_node_share_its_link() -> None:
+    whole, halved = config("recipe=w8"), config("recipe=w8", "cluster.tp=2")
+    for settings in (whole, halved):
+        found = predict(settings, machine(), link_gbps=8e-3)
+        assert found.step_s == pytest.approx(node_bytes(settings) / 1e6)
+
+
+def test_tensor_parts_divide_the_computation() -> None:
+    work = machine(compute={"eager": figures.Curve(((1.0, 1e-6),))})
+    whole, halved = config("cluster=1x2"), config("cluster=1x2", "cluster.tp=2")
+    one, two = (predict(settings, work).step_s for settings in (whole, halved))
+    assert two == pytest.approx(one / 2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8), (3, 3)])
+def test_a_pipeline_has_its_bubble(stages: int, micros: int, schedule: str) -> None:
+    found = makespan([1.0] * stages, [2.0] * stages, 0.0, micros, schedule)
+    assert found == pytest.approx((micros + stages - 1) * 3.0)
+
+
+def test_a_pipeline_waits_for_what_it_sends() -> None:
+    """By hand: stage 1 starts its second forward once its first gradient has gone, at 5."""
+    assert makespan([1.0, 1.0], [2.0, 2.0], 0.5, 2, "1f1b") == pytest.approx(10.5)
+
+
+PIPE = ["cluster=2x1", "cluster.pp=2", "recipe.stage=2", "train.micro_steps=4", "model.layers=4"]
+
+
+def test_stages_divide_blocks_and_wait_for_each_other() -> None:
+    work = machine(compute={"eager": figures.Curve(((1.0, 1e-6),))})
+    settings = config(*PIPE)
+    units = [block_work(u, settings) for u in plan_of(settings).units if u.unit.blocks]
+    block, train = units[0].forward / 1e6, settings.train
+    head = 2 * 256 * settings.model.dim * train.batch_size * settings.data.seq_len / 1e6
+    found = predict(settings, work)
+    assert found.compute_s == pytest.approx(4 * (2 * 3 * block + 3 * head))  # the last stage's
+    assert found.stages_s == pytest.approx(2 * 3 * block)  # the first micro-step's other stage
+    own = found.compute_s + found.codec_s + found.optimizer_s + found.exposed_s
+    assert own == pytest.approx(found.step_s)
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_crossings_between_nodes_take_the_link(bits: int | None) -> None:
+    """Where nothing else takes time, micro-steps cross one after the other, there and back."""
+    settings = config(*PIPE, *([f"recipe.acts_pipe.bits={bits}"] if bits else []))
+    found = predict(settings, machine(), link_gbps=8e-3)
+    each = node_bytes(settings) / 4 / 1e6  # of a micro-step, one way
+    assert found.inter_s == pytest.approx(4 * each)
+    assert 4 * each < found.step_s <= 8 * each * (1 + 1e-9)
+    assert found.stages_s == pytest.approx(found.step_s)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        ([*PIPE, "engine.schedule=interleaved"], r"engine\.schedule"),
         (["train.param_dtype=fp32"], "param_dtype=bf16"),
         (["engine.offload=true"], r"engine\.offload=false"),
         (["train.optimizer_state=8bit", "train.optimizer_place=host"], "bench calibrate"),
@@ -240,6 +307,8 @@ def test_what_has_no_figures_is_refused(overrides: list[str], message: str) -> N
         ["train.optimizer_state=8bit"],
         ["cluster.nodes=1", "cluster.gpus_per_node=1"],
         ["cluster.nodes=4", "cluster.gpus_per_node=1"],
+        ["cluster=2x2", "cluster.tp=2", "recipe.acts.bits=8"],
+        ["cluster=2x8", "cluster.tp=2", "cluster.pp=4", "recipe.stage=2", "train.micro_steps=4"],
     ],
 )
 def test_every_kind_of_run_has_a_step(overrides: list[str]) -> None:

@@ -67,12 +67,9 @@ def estimate(plan: Plan, config: Config, vocab: int) -> Estimate:
 def _of_stage(plan: Plan, config: Config, vocab: int, place: int) -> Estimate:
     """Estimate ranks of this place in a pipeline: as a model of their blocks alone, with what more
     micro-steps keep. torch has a buffer for each payload of a step, and weights stay to its end."""
-    own, pipe, chunks = plan.stage(place), plan.pipe, config.engine.chunks
+    own, pipe, chunks = with_root(plan.stage(place)), plan.pipe, config.engine.chunks
     assert pipe is not None
     layers, last = sum(u.unit.blocks for u in own.units), place == pipe.ranks - 1
-    if own.units[-1].unit.name != ROOT:
-        root = Unit(ROOT, (), frozenset(), reshard=False, blocks=0)
-        own = replace(own, units=(*own.units, replace(own.units[0], unit=root)))
     config = replace(config, model=replace(config.model, layers=layers))
     found = _of_rank(own, config, vocab if last else 0)
     kept = found.item("activations").nbytes["loss"]
@@ -89,6 +86,14 @@ def _of_stage(plan: Plan, config: Config, vocab: int, place: int) -> Estimate:
             Item("payloads of stages", always(sum(pipe.own(place)))),
         )
     )
+
+
+def with_root(own: Plan) -> Plan:
+    """Return a stage's plan with an empty root unit where it has neither embedding nor head."""
+    if own.units[-1].unit.name == ROOT:
+        return own
+    root = Unit(ROOT, (), frozenset(), reshard=False, blocks=0)
+    return replace(own, units=(*own.units, replace(own.units[0], unit=root)))
 
 
 def passes_under_way(config: Config, ranks: int, place: int) -> int:

@@ -18,7 +18,8 @@ from zpp_lab.config.parser import links as links
 from zpp_lab.config.schema import Config, EngineConfig
 from zpp_lab.study.speed.results import BASE, MAX, Measured, Predicted, Setting
 from zpp_lab.tools.plan.cost.machine import Machine, load_machine
-from zpp_lab.tools.plan.cost.step import BOUNDS, StepTime, predict, replays
+from zpp_lab.tools.plan.cost.step import predict, replays
+from zpp_lab.tools.plan.cost.timeline import BOUNDS, StepTime
 
 Link = float | None  # Gbit/s of a node; None: no limit but the links inside nodes
 ROWS = {
@@ -31,7 +32,10 @@ ROWS = {
     "busy: between": "inter_s",
     "busy: bus": "bus_s",
     "busy: host": "host_s",
+    "tensor parts add": "parts_s",
+    "stages wait": "stages_s",
 }
+WHERE_ANY = "bus_s", "parts_s", "stages_s"  # rows of some runs alone
 POINTS = 24  # of a curve, evenly spread over the logarithm of the bandwidth
 
 
@@ -51,9 +55,8 @@ def table(found: dict[str, StepTime], machine: Machine) -> Table:
     made.add_column("Gbit/s")
     for link in found:
         made.add_column(link, justify="right")
-    placed = any(t.bus_s for t in found.values())
     for name, attribute in ROWS.items():
-        if attribute == "bus_s" and not placed:
+        if attribute in WHERE_ANY and not any(getattr(t, attribute) for t in found.values()):
             continue
         made.add_row(name, *(f"{1000 * getattr(t, attribute):.1f}" for t in found.values()))
     made.add_row("tokens/s", *(f"{t.tokens_per_s:,.0f}" for t in found.values()))
@@ -103,6 +106,13 @@ def graph_line(config: Config, machine: Machine, found: dict[str, StepTime]) -> 
         return "Without a CUDA graph: engine.device=cpu."
     if engine.place != "device" and not replays(config):
         return "Without a CUDA graph: engine.place brings state from host memory."
+    if config.cluster.tp > 1:
+        return (
+            "Without a CUDA graph: tensor parts exchange in every pass. Assuming that the host "
+            "needs as long for an exchange as for a unit's gather, which nobody has measured."
+        )
+    if config.cluster.split:
+        return "Without a CUDA graph: stages exchange in every step."
     if config.train.clip_by == "unit":
         return "Without a CUDA graph: train.clip_by=unit updates units within backward."
     graph: bool | Literal["auto"] = False if replays(config) else "auto"

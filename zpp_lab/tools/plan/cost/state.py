@@ -82,7 +82,7 @@ class State:
 
 
 class NoFigures(ValueError):
-    """The step has no predicted time: no figures of a bus, or no formula for tensor parts."""
+    """The step has no predicted time: no figures of a bus, or no formula for interleaved stages."""
 
 
 def trained(unit: UnitPlan) -> list[Parameter]:

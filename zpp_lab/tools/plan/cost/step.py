@@ -15,16 +15,12 @@ weights travel at the beginning of a step. With engine.place units are updated t
 before its gather. Its state comes in while that of the unit before leaves, and a gradient leaves
 once it is reduced: a lane of the bus each way. With train.clip_by=unit a unit is updated once the
 next one is reduced.
-
-A prediction is made of tasks on streams, which run in order and share resources (the GPU, a link):
-the stream that has been ready longest goes first. A task is not interrupted.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from zpp_lab.collectives.plan import Plan, UnitPlan
 from zpp_lab.collectives.recipe import quantizes_any
@@ -35,129 +31,17 @@ from zpp_lab.engines.build import plan_of, vocabulary
 from zpp_lab.engines.optim.host import STREAMS
 from zpp_lab.engines.units import is_untouched
 from zpp_lab.tools.plan.cost.machine import Machine
+from zpp_lab.tools.plan.cost.split import OF, Exchange, PartTimes, Pass, staged
 from zpp_lab.tools.plan.cost.state import NoFigures, State
+from zpp_lab.tools.plan.cost.timeline import BOUNDS, IN, OUT, StepTime, Timeline
 from zpp_lab.tools.plan.cost.transfers import Collective, Transfers
 from zpp_lab.train.speed import Work, block_work, head_work
-
-
-@dataclass(frozen=True)
-class Task:
-    """`uses`: the resource that it occupies, or None; `kind`: under which it is added up."""
-
-    kind: str
-    stream: str
-    uses: str | None
-    seconds: float
-    after: tuple[int, ...]
-
-
-@dataclass
-class Timeline:
-    """Tasks, known by their number; `run` says when each ends."""
-
-    tasks: list[Task] = field(default_factory=list)
-
-    def add(
-        self,
-        kind: str,
-        stream: str,
-        uses: str | None,
-        seconds: float,
-        after: Iterable[int | None] = (),
-    ) -> int:
-        """Return the new task's number. `after` may name tasks that were added before."""
-        waits = tuple(number for number in after if number is not None)
-        assert all(0 <= number < len(self.tasks) for number in waits), (
-            "a task waits for a later one"
-        )
-        assert seconds >= 0, f"{kind} takes {seconds} s"
-        self.tasks.append(Task(kind, stream, uses, seconds, waits))
-        return len(self.tasks) - 1
-
-    def run(self) -> list[float]:
-        """Return seconds from the start until each task has ended."""
-        streams: dict[str, list[int]] = defaultdict(list)
-        for number in reversed(range(len(self.tasks))):
-            streams[self.tasks[number].stream].append(number)
-        ends = [-1.0] * len(self.tasks)
-        stream_free: dict[str, float] = defaultdict(float)
-        free: dict[str, float] = defaultdict(float)
-        while streams:
-            ready, number = min(self._ready(streams, ends, stream_free))
-            task = self.tasks[number]
-            begin = max(ready, free[task.uses]) if task.uses else ready
-            ends[number] = stream_free[task.stream] = begin + task.seconds
-            if task.uses:
-                free[task.uses] = ends[number]
-            streams[task.stream].pop()
-            if not streams[task.stream]:
-                del streams[task.stream]
-        return ends
-
-    def _ready(
-        self, streams: dict[str, list[int]], ends: list[float], stream_free: dict[str, float]
-    ) -> Iterable[tuple[float, int]]:
-        """First tasks of streams that wait for nothing unknown: since when, and their number."""
-        for stream, numbers in streams.items():
-            waits = [ends[before] for before in self.tasks[numbers[-1]].after]
-            if min(waits, default=0.0) >= 0:
-                yield max(stream_free[stream], max(waits, default=0.0)), numbers[-1]
-
-    def busy(self) -> dict[str, float]:
-        """Return seconds of all tasks, by resource."""
-        return self._added(lambda task: task.uses)
-
-    def kinds(self) -> dict[str, float]:
-        """Return seconds of all tasks, by kind."""
-        return self._added(lambda task: task.kind)
-
-    def _added(self, key) -> dict[str, float]:  # type: ignore[no-untyped-def]
-        found: dict[str, float] = defaultdict(float)
-        for task in self.tasks:
-            if key(task) is not None:
-                found[key(task)] += task.seconds
-        return dict(found)
-
 
 # Bytes of GPU memory moved for a logit: fp32 logits, log-probabilities, their gradient, each
 # written and read.
 LOSS = 24
 SLICES = 16  # of a unit's computation, between which updates and gradients on their way find a gap
 LAUNCH = 0.002  # seconds in which the host starts a step's CUDA graph, of 1.3B
-IN, OUT = "bus in", "bus out"
-BOUNDS = {
-    "gpu": "computation",
-    "host": "host",
-    "intra": "inside nodes",
-    "inter": "between nodes",
-    IN: "bus to host memory",
-    OUT: "bus to host memory",
-}
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of one step: compute_s + codec_s + optimizer_s + exposed_s = step_s.
-
-    codec_s has what the model loses during transfers too; exposed_s is the time in which the GPU
-    waits for links, bus or host. intra_s, inter_s, host_s, bus_s: how long links, host and the
-    busier way of the bus are busy, hidden or not. flush_s: of an update that no forward hides, as
-    after the last step and before an evaluation.
-    """
-
-    compute_s: float
-    codec_s: float
-    intra_s: float
-    inter_s: float
-    host_s: float
-    exposed_s: float
-    optimizer_s: float
-    step_s: float
-    tokens_per_s: float
-    parts: dict[str, float]  # seconds by kind of task
-    bound: str  # what is busy longest
-    bus_s: float = 0.0
-    flush_s: float = 0.0
 
 
 def replays(config: Config, own_loop: bool = True) -> bool:
@@ -167,7 +51,7 @@ def replays(config: Config, own_loop: bool = True) -> bool:
     wanted = engine.graph is True or (engine.graph == "auto" and own_loop)
     residence = Residence.of(config)
     placed = residence.offloads or residence.waits or residence.gradients or residence.by_unit
-    return wanted and engine.device != "cpu" and not placed
+    return wanted and engine.device != "cpu" and not placed and not config.cluster.split
 
 
 def predict(
@@ -179,18 +63,37 @@ def predict(
     node. own_loop=False: FSDP2 in a loop of its own, with its own rings and a norm in any
     order; recipe.secondary=true is then its resharding to the node.
     ValueError for what has no figures: models other than the built-in decoder, offload,
-    DeepSpeed, a codec or mode that the machine's file lacks; NoFigures for a bus that it lacks,
-    tensor parts and stages.
+    DeepSpeed, a codec or mode that the machine's file lacks; NoFigures for a bus that it lacks and
+    for interleaved stages.
     """
     _check(config, link_gbps)
     plan = plan_of(config)
+    if not own_loop and config.cluster.split:
+        raise NoFigures(f"torch's own {config.cluster.split} has no figures: use engine=fsdp")
     if not own_loop and quantizes_any(plan.recipe):
         raise ValueError(f"recipe {config.recipe.name}: plain FSDP2 has no codecs; use engine=fsdp")
     plain = not own_loop or is_untouched(plan, config.engine.ordered)
-    step = _Step(plan, config, machine, Transfers(machine, link_gbps, plain))
-    step.graph = replays(config, own_loop)
-    step.build(own_loop)
-    return step.result()
+    cluster = config.cluster
+    cells = cluster.gpus_per_node // cluster.dp.gpus_per_node
+    transfers = Transfers(machine, link_gbps, plain, cells)
+
+    def timed(plan: Plan, ends: tuple[bool, bool] = (True, True)) -> tuple[_Step, StepTime]:
+        step = built(plan, ends)
+        found = step.result()
+        if plan.parts is not None:
+            free = built(replace(plan, parts=None), ends).result()
+            found = replace(found, parts_s=found.step_s - free.step_s)
+        return step, found
+
+    def built(plan: Plan, ends: tuple[bool, bool]) -> _Step:
+        step = _Step(plan, config, transfers, ends)
+        step.graph = replays(config, own_loop)
+        step.build(own_loop)
+        return step
+
+    if plan.pipe is not None:
+        return staged(plan, config, transfers, timed)
+    return timed(plan)[1]
 
 
 def _check(config: Config, link_gbps: float | None) -> None:
@@ -201,10 +104,9 @@ def _check(config: Config, link_gbps: float | None) -> None:
             f"model={config.model.name}: only the built-in decoder has a cost formula; use a "
             "model.* preset of the same shape"
         )
-    if config.cluster.split:
+    if config.engine.chunks > 1:
         raise NoFigures(
-            f"{config.cluster.split} has no figures: exchanges of tensor parts and stages are not "
-            "predicted yet; use cluster.tp=1 and cluster.pp=1"
+            f"engine.schedule={config.engine.schedule} has no figures: predict 1f1b or gpipe"
         )
     if config.engine.name == "deepspeed":
         raise ValueError("engine=deepspeed has no cost model: predict engine=fsdp")
@@ -230,12 +132,15 @@ def _check(config: Config, link_gbps: float | None) -> None:
 class _Step:
     """Builds the tasks of one step on a timeline."""
 
-    def __init__(self, plan: Plan, config: Config, machine: Machine, transfers: Transfers) -> None:
-        self.plan, self.config, self.machine = plan, config, machine
-        self.transfers = transfers
+    def __init__(
+        self, plan: Plan, config: Config, transfers: Transfers, ends: tuple[bool, bool]
+    ) -> None:
+        """ends: whether the embedding and the head are here."""
+        self.plan, self.config, self.machine = plan, config, transfers.machine
+        self.transfers, self.ends = transfers, ends
         self.units = [u for u in plan.units if u.unit.name != "root"]
         self.root = plan.units[-1]
-        self.mode = machine.mode(config.engine.compile)
+        self.mode = self.machine.mode(config.engine.compile)
         self.ahead = max(1, config.engine.prefetch)
         self.line = Timeline()
         self.graph = False  # whether the host starts forward and backward at once
@@ -245,16 +150,37 @@ class _Step:
         self.fetched: dict[str, tuple[int, float]] = {}  # last transfer, and seconds to decode
         self.reduced: list[int] = []  # ends of reductions, in order
         self.renewed: dict[str, int] = {}  # units whose new weights nodes have
-        self.state = State(plan, config, machine)
+        self.state = State(plan, config, self.machine)
         self.updated: list[int] = []  # end of the last update
         self.turns = 0  # of the streams of updates
         self.fresh: dict[str, int] = {}  # units that are updated, where that waits for a forward
         self.normed: int | None = None  # the last piece
         self.landing: UnitPlan | None = None  # with train.clip_by=unit the last one reduced
         self.landed: set[str] = set()  # units of which host memory has gradients of this step
+        self.acts = PartTimes(plan.parts, transfers) if plan.parts else None
         self.times = {
             id(u): self._kernels(block_work(u, config), u.unit.blocks) for u in self.units
         }
+
+    def seconds(self, which: Pass) -> float:
+        """Return the seconds of a micro-step's pass alone: the GPU's, or the host's where it needs
+        longer."""
+        at, blocks = list(OF).index(which), sum(u.unit.blocks for u in self.units)
+        gpu = sum(times[at] for times in self.times.values()) + self._head()[at]
+        host = blocks * self._host(which)
+        for part in self._exchanges(which, blocks):
+            gpu += part.kernels + part.transfer
+            host += part.count * self.machine.host.gather_s
+        return max(gpu, host)
+
+    def _exchanges(self, which: Pass, blocks: int) -> list[Exchange]:
+        """Return what tensor parts exchange in the pass of a micro-step."""
+        if self.acts is None:
+            return []
+        found = [self.acts.block(which) * blocks]
+        found += [self.acts.start(which)] if self.ends[0] else []
+        found += [self.acts.head(which)] if self.ends[1] else []
+        return [*found, *([self.acts.loss()] if self.ends[1] and which == "forward" else [])]
 
     def build(self, own_loop: bool) -> None:
         micros = self.plan.micro_steps
@@ -273,7 +199,13 @@ class _Step:
         ends, kinds, busy = self.line.run(), self.line.kinds(), self.line.busy()
         step = max(ends)
         optimizer = kinds.get("norm", 0.0) + kinds.get("optimizer", 0.0)
-        overhead = ("gather kernels", "reduce kernels", "update kernels", "lost to transfers")
+        overhead = (
+            "acts kernels",
+            "gather kernels",
+            "reduce kernels",
+            "update kernels",
+            "lost to transfers",
+        )
         codec = sum(kinds.get(kind, 0.0) for kind in overhead)
         compute = busy.get("gpu", 0.0) - optimizer - codec
         train = self.config.train
@@ -320,6 +252,8 @@ class _Step:
             if unit is not self.root:  # its work is the head's, at the end
                 host = unit.unit.blocks * self._host("forward")
                 self._compute("forward", self.times[id(unit)][0], host)
+                self._exchange("forward", unit.unit.blocks)
+        self._exchange("forward")
         head = self._head()
         self._compute("head", head[0], 0.0)
 
@@ -329,6 +263,7 @@ class _Step:
         if regathers:
             self._gather_ahead(order[: self.ahead], BACKWARD)
         self._compute("head", self._head()[1], 0.0)
+        self._exchange("backward")
         for i, unit in enumerate(order):
             if regathers:
                 self._copy_out(unit)
@@ -338,6 +273,7 @@ class _Step:
             again = self.config.model.checkpoint_activations
             host = self._host("backward") + (self.machine.host.again_s(self.mode) if again else 0.0)
             done = self._compute("backward", self.times[id(unit)][1], unit.unit.blocks * host)
+            done = self._exchange("backward", unit.unit.blocks) or done
             if reduces:
                 self._reduce(unit, done)
         if reduces:
@@ -347,6 +283,9 @@ class _Step:
         host = self.machine.host
         add = self.line.add
         self._finish()
+        if self.acts is not None:
+            add("mark", "compute", None, 0.0, self.reduced[-1:])
+            self._exchanged(self.acts.shared())
         norm = self.state.norm(() if self.state.residence.by_unit else self.plan.units)
         before = [self._mark(), *self.reduced[-1:], self.normed]
         normed = add("norm", "compute", "gpu", norm, before)
@@ -396,6 +335,21 @@ class _Step:
         for _ in range(slices):
             self.line.add(kind, "compute", "gpu", seconds / slices, [before])
         return self._mark()
+
+    def _exchange(self, which: Pass, blocks: int = 0) -> int | None:
+        """Between tensor parts, on the compute stream: of some blocks, or (0) of the two ends."""
+        if self.acts is None:
+            return None
+        every = self._exchanges(which, 0)[1:]
+        for part in [self.acts.block(which) * blocks] if blocks else every:
+            self._exchanged(part)
+        return self._mark()
+
+    def _exchanged(self, part: Exchange) -> None:
+        before = self.host
+        self._launch("exchanges", part.count * self.machine.host.gather_s)
+        self.line.add("acts kernels", "compute", "gpu", part.kernels, [before])
+        self.line.add(f"{part.wire}, intra", "compute", "intra", part.transfer)
 
     def _launch(self, kind: str, seconds: float) -> None:
         """Add a task of the host that a graph spares it."""
@@ -488,16 +442,18 @@ class _Step:
     def _kernels(self, work: Work, blocks: int = 1) -> tuple[float, float]:
         """Of so many blocks: forward, and backward with what it computes again."""
         curve = self.machine.compute[self.mode]
-        forward = blocks * curve.seconds(work.forward / blocks)
+        forward = blocks * curve.seconds(work.forward / blocks / self.config.cluster.tp)
         return forward, forward * (work.backward + work.recompute) / work.forward
 
     def _head(self) -> tuple[float, float]:
         """Of the head and the loss, forward and backward."""
+        if not self.ends[1]:
+            return 0.0, 0.0
         vocab, train = vocabulary(self.config), self.config.train
         work = head_work(self.root, self.config, vocab)
         each = 1 if self.config.model.scalar_head else vocab
         logits = train.batch_size * self.config.data.seq_len * each
-        loss = LOSS / 2 * logits / self.machine.memory_bytes_per_s
+        loss = LOSS / 2 * logits / self.config.cluster.tp / self.machine.memory_bytes_per_s
         forward, backward = self._kernels(work)
         return forward + loss, backward + loss
 

@@ -42,11 +42,13 @@ class Collective:
 @dataclass(frozen=True)
 class Transfers:
     """Of a unit on a machine. `plain`: FSDP2's own collectives, rings over all ranks.
-    link_gbps: of a node; None where nodes are joined by what joins the GPUs inside one."""
+    link_gbps: of a node; None where nodes are joined by what joins the GPUs inside one. cells: of
+    a node, which send at the same time over its link."""
 
     machine: Machine
     link_gbps: float | None
     plain: bool
+    cells: int = 1
 
     def gather(self, unit: UnitPlan, wire: Wire) -> Collective:
         """For backward only of a unit that it gathers again. Between nodes hpZ's rows are there,
@@ -54,8 +56,8 @@ class Transfers:
         layout = unit.forward if wire == FORWARD else unit.backward
         kept = wire == BACKWARD and unit.keeps_secondary
         rows = unit.recipe.cluster.nodes if unit.recipe.kept else 1
-        encode = 0.0 if kept else self._kernel("encode", unit.live(wire), rows)
-        decode = self._kernel("decode", layout, unit.recipe.shards)
+        encode = 0.0 if kept else self.kernel("encode", unit.live(wire), rows)
+        decode = self.kernel("decode", layout, unit.recipe.shards)
         sent = self._gathered(unit, wire, layout)
         return Collective((encode, *(0.0 for _ in sent[1:]), decode), sent)
 
@@ -75,7 +77,7 @@ class Transfers:
     def update(self, unit: UnitPlan) -> Collective:
         """Of a unit's new weights between nodes, where they are kept."""
         nodes, (_, layout, traffic, _) = unit.recipe.cluster.nodes, unit.leg(UPDATE)
-        kernels = self._kernel("encode", layout, 1), self._kernel("decode", layout, nodes)
+        kernels = self.kernel("encode", layout, 1), self.kernel("decode", layout, nodes)
         return Collective(kernels, (self._transfer(unit, traffic, "gather", nodes - 1),))
 
     def reduction(self, unit: UnitPlan, last: bool = True) -> Collective:
@@ -84,25 +86,25 @@ class Transfers:
         if not layouts:  # a cluster of one rank
             return Collective((0.0, 0.0), (Transfer("intra", 0.0),))
         first = layouts[0]
-        encode = self._kernel("encode", first, recipe.cut)
+        encode = self.kernel("encode", first, recipe.cut)
         if self.plain and not recipe.config.copied:
             ring = self._ring(unit, (cluster.world - 1) * first.nbytes, "reduce")
             return Collective((encode, 0.0), ring)
         hops = [leg.traffic for leg in unit.reduce_legs(unit.unit.trainable)]
         if len(layouts) == 1:
-            end = self._kernel("reduce", first, cluster.world)
+            end = self.kernel("reduce", first, cluster.world)
             return Collective((encode, end), (self._transfer(unit, sum(hops, NOTHING), "reduce"),))
         if recipe.node_sums and not last:
-            end = self._kernel("reduce", first, recipe.cut)
+            end = self.kernel("reduce", first, recipe.cut)
             return Collective((encode, end), (self._transfer(unit, hops[0], "reduce"),))
-        both_ways = (self._kernel("decode_sum_encode", one, recipe.cut) for one in layouts[:2])
+        both_ways = (self.kernel("decode_sum_encode", one, recipe.cut) for one in layouts[:2])
         middle = [max(both_ways)]  # measured with one codec for both: the slower one counts
         sent = tuple(self._transfer(unit, traffic, "reduce") for traffic in hops)
         if len(layouts) == 2:
-            end = self._kernel("reduce", layouts[1], cluster.nodes)
+            end = self.kernel("reduce", layouts[1], cluster.nodes)
         else:
-            middle.append(self._kernel("decode_sum_encode", layouts[1], cluster.nodes))
-            end = self._kernel("decode", layouts[2], cluster.gpus_per_node)
+            middle.append(self.kernel("decode_sum_encode", layouts[1], cluster.nodes))
+            end = self.kernel("decode", layouts[2], cluster.gpus_per_node)
         return Collective((encode, *middle, end), sent)
 
     # ------------------------------------------------------------------ transfers
@@ -111,30 +113,31 @@ class Transfers:
         """`traffic` of all ranks together. `messages` follow one another between nodes."""
         cluster = unit.recipe.cluster
         if self.link_gbps is None or not traffic.inter:
-            return Transfer("intra", self._inside(kind, sum(traffic) / cluster.world))
+            return Transfer("intra", self.inside(kind, sum(traffic) / cluster.world))
         across = self.machine.inter.seconds(
-            traffic.inter / cluster.nodes, self.link_gbps, max(1, messages)
+            self.cells * traffic.inter / cluster.nodes, self.link_gbps, max(1, messages)
         )
-        return Transfer("inter", max(across, self._inside(kind, traffic.intra / cluster.world)))
+        return Transfer("inter", max(across, self.inside(kind, traffic.intra / cluster.world)))
 
     def _ring(self, unit: UnitPlan, nbytes: int, kind: str) -> tuple[Transfer, ...]:
         """A ring over all ranks: each sends `nbytes` to the next one, and one rank a node has
         its next one on another node."""
         nodes = unit.recipe.cluster.nodes
-        inside = self._inside(kind, nbytes)
+        inside = self.inside(kind, nbytes)
         if self.link_gbps is None or nodes == 1:
             return (Transfer("intra", inside),)
-        across = self.machine.inter.seconds(nbytes, self.link_gbps, nodes - 1)
+        across = self.machine.inter.seconds(self.cells * nbytes, self.link_gbps, nodes - 1)
         return (Transfer("inter", max(across, inside)),)
 
-    def _inside(self, kind: str, nbytes: float) -> float:
+    def inside(self, kind: str, nbytes: float) -> float:
+        """Return the seconds in which a rank receives so many bytes from its node."""
         links = self.machine.inside
         return (links.gather if kind == "gather" else links.reduce).seconds(nbytes)
 
     # ------------------------------------------------------------------ kernels
 
-    def _kernel(self, op: str, layout: Layout, rows: int) -> float:
-        """On `rows` rows of a layout."""
+    def kernel(self, op: str, layout: Layout, rows: int) -> float:
+        """Return the seconds of an operator on `rows` rows of a layout."""
         elements: Counter[tuple[str, float]] = Counter()
         for segment in layout.segments:
             elements[codec_key(segment.codec, op)] += rows * segment.coded_numel

@@ -28,7 +28,8 @@ from zpp_lab.config.schema import Config, RecipeConfig
 from zpp_lab.engines.build import plan_of, vocabulary
 from zpp_lab.engines.units import is_untouched
 from zpp_lab.tools.plan.cost.machine import Machine
-from zpp_lab.tools.plan.cost.step import StepTime, predict
+from zpp_lab.tools.plan.cost.step import predict
+from zpp_lab.tools.plan.cost.timeline import StepTime
 from zpp_lab.tools.plan.search import limits
 from zpp_lab.tools.plan.search.space import (
     BITS,

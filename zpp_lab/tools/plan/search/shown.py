@@ -14,7 +14,7 @@ from zpp_lab.config.load import written
 from zpp_lab.config.parser import link_name
 from zpp_lab.config.schema import Config, RecipeConfig
 from zpp_lab.tools.plan.cost.show import graph_line, host_lacks
-from zpp_lab.tools.plan.cost.step import BOUNDS
+from zpp_lab.tools.plan.cost.timeline import BOUNDS
 from zpp_lab.tools.plan.planner import NO_GPU, sequences
 from zpp_lab.tools.plan.search.fastest import TIE, Answer, Timed
 from zpp_lab.tools.plan.search.limits import UNLIMITED
