@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.utils import deterministic
 
 from tests.engines.fsdp_parity import differs, kept
-from tests.engines.place_jobs import Place, check_used, placed, trained
+from tests.engines.place_jobs import STEPS, Place, check_used, placed, trained
 from zpp_lab.api import init
 from zpp_lab.collectives.peer.choose import connect
 from zpp_lab.collectives.watchdog import Watchdog
@@ -41,6 +41,8 @@ from zpp_lab.runs.checkpoint.read import flat, local
 MODEL = ModelConfig(dim=384, layers=4, heads=4, kv_heads=2, ffn=1024)
 HELD = 20_000_000  # clocks that an update is held up, about 10 ms
 LEFT = 100 * HELD  # that planes are held up before they leave, much longer than a step
+# the device waits for the first update, which pins memory, and for those before evaluations
+LONGER = STEPS + 3
 SOME: list[Place] = ["host", {"masters": 2, "moments": 3, "gradients": 1}, {"gradients": 4}]
 CASES = {
     1: ("split_zero3", "split_fp32_states", "8bit_states"),
@@ -67,9 +69,11 @@ def made(case: str, place: Place, transport: Any, device: torch.device) -> FsdpE
     return FsdpEngine(model, build_plan(model, config), config, device, transport)
 
 
-def outcome(case: str, place: Place, transport: Any, device: torch.device) -> Any:
+def outcome(
+    case: str, place: Place, transport: Any, device: torch.device, steps: int = STEPS
+) -> Any:
     engine = made(case, place, transport, device)
-    found = trained(engine)
+    found = trained(engine, last=steps)
     check_used(engine)
     return (*found, kept(engine))
 
@@ -99,7 +103,7 @@ def by_the_host(case: str, transport: Any, device: torch.device) -> bool:
 
 def without_a_wait(case: str, transport: Any, device: torch.device) -> bool:
     """Whether bits differ where nobody waits for updates: else nothing is shown above."""
-    wanted = outcome(case, "device", transport, device)
+    wanted = outcome(case, "device", transport, device, LONGER)
     arrived, unshard = Resident._arrived, Resident._unshard
 
     def forgets(self: Resident, unit: str) -> None:
@@ -112,7 +116,7 @@ def without_a_wait(case: str, transport: Any, device: torch.device) -> bool:
 
     Resident._arrived, Resident._unshard = forgets, early  # type: ignore[method-assign]
     try:
-        return bool(differs(outcome(case, "host", transport, device), wanted))
+        return bool(differs(outcome(case, "host", transport, device, LONGER), wanted))
     finally:
         Resident._arrived, Resident._unshard = arrived, unshard  # type: ignore[method-assign]
 
@@ -123,7 +127,7 @@ LATE = ("planes leave late", "without a wait for planes")
 def leaves_late(case: str, transport: Any, device: torch.device) -> Iterator[tuple[str, Any]]:
     """With moments of the last block that leave late: what differs; and whether something does
     where nobody waits for that. They come in on the other stream in the next step."""
-    wanted = outcome(case, "device", transport, device)
+    wanted = outcome(case, "device", transport, device, LONGER)
     mark, follow, begin, update = Streams.mark, Streams.follow, CompactAdamW.begin, Resident._update
     last = False
 
@@ -145,9 +149,9 @@ def leaves_late(case: str, transport: Any, device: torch.device) -> Iterator[tup
 
     Streams.mark, CompactAdamW.begin, Resident._update = late, turned, noted  # type: ignore[method-assign]
     try:
-        yield LATE[0], differs(outcome(case, "host", transport, device), wanted)
+        yield LATE[0], differs(outcome(case, "host", transport, device, LONGER), wanted)
         Streams.follow = lambda *args: None  # type: ignore[method-assign]
-        yield LATE[1], bool(differs(outcome(case, "host", transport, device), wanted))
+        yield LATE[1], bool(differs(outcome(case, "host", transport, device, LONGER), wanted))
     finally:
         Streams.mark, Streams.follow = mark, follow  # type: ignore[method-assign]
         CompactAdamW.begin, Resident._update = begin, update  # type: ignore[method-assign]
