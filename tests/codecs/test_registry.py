@@ -20,7 +20,7 @@ from zpp_lab.config.codec import _CODES, CodecConfig
 
 
 def test_mistakes_name_the_fix() -> None:
-    with pytest.raises(ValueError, match="block, none, normal"):
+    with pytest.raises(ValueError, match="block, e4m3, e5m2, none, normal"):
         build_codec(CodecConfig(codec="os.system"), torch.float32)
     with pytest.raises(ValueError, match=r"codec 'mask' .*codec=topk.* commit [0-9a-f]{8}"):
         build_codec(CodecConfig(codec="mask", keep=32), torch.float32)

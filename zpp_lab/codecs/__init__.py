@@ -8,6 +8,7 @@ Plain torch here is the truth; `kernels/` runs whole layouts, on the GPU with th
 
 from zpp_lab.codecs.base import Codec, CodecBase, RawCodec, SegmentNoise, encode
 from zpp_lab.codecs.families.block import BlockCodec, ShamCodec, SignCodec
+from zpp_lab.codecs.families.float8 import Float8Codec
 from zpp_lab.codecs.families.normal import NormalCodec
 from zpp_lab.codecs.families.topk import TopKCodec
 from zpp_lab.codecs.hadamard import Rotation
@@ -18,6 +19,7 @@ __all__ = [
     "BlockCodec",
     "Codec",
     "CodecBase",
+    "Float8Codec",
     "Noise",
     "NormalCodec",
     "RawCodec",

@@ -20,6 +20,7 @@ import torch
 
 from zpp_lab.codecs.base import Codec, RawCodec
 from zpp_lab.codecs.families.block import BlockCodec, ShamCodec, SignCodec
+from zpp_lab.codecs.families.float8 import Float8Codec
 from zpp_lab.codecs.families.normal import NormalCodec
 from zpp_lab.codecs.families.topk import TopKCodec
 from zpp_lab.config.codec import CodecConfig
@@ -27,6 +28,8 @@ from zpp_lab.config.codec import CodecConfig
 # a sham has the settings of the codec that it stands for
 _registered: dict[str, Callable[..., Codec]] = {
     "block": BlockCodec,
+    "e4m3": partial(Float8Codec, "e4m3"),
+    "e5m2": partial(Float8Codec, "e5m2"),
     "normal": NormalCodec,
     "sham": BlockCodec,
     "sign": SignCodec,
