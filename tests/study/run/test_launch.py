@@ -162,6 +162,9 @@ def test_another_order_of_sums_must_be_able_to_differ(
             name="t", question="?", arms=arms, seeds=[1], overrides=where, baseline="zero3"
         )
 
+    with pytest.raises(ValueError, match=r"arm control: .*data\.draw_ranks"):
+        Planner(made([*reordered, *halved]), tmp_path, fake_compose)
+    where.append("data.draw_ranks=1")  # of the same sequences
     Planner(made([*reordered, *halved]), tmp_path, fake_compose)
     if not refused:
         Planner(made(reordered), tmp_path, fake_compose)

@@ -279,17 +279,22 @@ def _check_different(study: StudyConfig, configs: Mapping[str, Config]) -> None:
 
 
 def _check_order_controls(study: StudyConfig, configs: Mapping[str, Config]) -> None:
-    """A reversed sum of two ranks is the same sum: it is no control, and no repeat."""
+    """A reversed sum of two ranks is the same sum, and micro-steps draw windows of their own: both
+    are no control, and no repeat."""
     for arm in study.arms:
         config, base = (configs[name] for name in (arm.name, arm.against or study.baseline))
         cluster, recipe = config.cluster.dp, config.recipe
         terms = max(cluster.nodes, cluster.gpus_per_node) if recipe.two_hops else cluster.world
-        if (
-            arm.role in ("order_control", "baseline_repeat")
-            and recipe.order == "reversed"
-            and terms <= 2
-            and config.train.micro_steps == base.train.micro_steps
-        ):
+        if arm.role not in ("order_control", "baseline_repeat"):
+            continue
+        same = config.train.micro_steps == base.train.micro_steps
+        if not (same or config.data.has_records or config.data.draw_ranks):
+            raise ValueError(
+                f"study {study.name}, arm {arm.name}: with other train.micro_steps this {arm.role} "
+                f"reads other sequences than its baseline: set data.draw_ranks={base.cluster.readers} in "
+                "the study"
+            )
+        if recipe.order == "reversed" and terms <= 2 and same:
             raise ValueError(
                 f"study {study.name}, arm {arm.name}: a sum of {terms} ranks is the same in both "
                 f"orders, so this {arm.role} cannot differ from its baseline; halve "
