@@ -402,7 +402,14 @@ def _as_rehearsal(values: dict[str, Any], whole: str, name: str) -> dict[str, An
     mini, shape = _mapping(conf_dir() / "mini.yaml"), {f"model.{field}" for field in _SHAPE}
     own = [str(w).replace(f"runs/{whole}_", f"runs/{name}_") for w in values.get("overrides", [])]
     own = [override for override in own if setting_of(override) not in shape]
-    return mini | {"name": name, "overrides": [*own, *mini["overrides"]]}
+    parts = any(setting_of(override) == "cluster.tp" for override in own)
+    words = [w for w in mini["overrides"] if not (parts and setting_of(w) == "model.loss_chunk")]
+    found = mini | {"name": name, "overrides": [*own, *words]}
+    if values.get("branch"):
+        found["branch"] = values["branch"] | {"steps": _steps(words)}
+        first = values.get("prepare") or []
+        found["prepare"] = [one | {"overrides": _any_length(one)} for one in first]
+    return found
 
 
 def _shorten(arms: Any, overrides: Sequence[str]) -> None:
@@ -413,8 +420,13 @@ def _shorten(arms: Any, overrides: Sequence[str]) -> None:
     few, steps = _steps(overrides), [_steps(arm["overrides"]) for arm in own]
     shortest = min(filter(None, steps), default=0)
     for arm, long in zip(own, steps, strict=True):
-        rest = [one for one in arm["overrides"] if setting_of(str(one)) not in _LENGTH]
-        arm["overrides"] = [*rest, *([f"train.steps={long * few // shortest}"] if long else [])]
+        more = [f"train.steps={long * few // shortest}"] if long else []
+        arm["overrides"] = [*_any_length(arm), *more]
+
+
+def _any_length(run: dict[str, Any]) -> list[Any]:
+    """Return the overrides of an arm or a prepared run but for those of its length."""
+    return [one for one in run.get("overrides", []) if setting_of(str(one)) not in _LENGTH]
 
 
 def _steps(overrides: Sequence[Any]) -> int:

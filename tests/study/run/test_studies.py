@@ -49,7 +49,7 @@ def all_arms(name: str) -> list[ArmConfig]:
 
 
 def tokens_of(config: Config) -> int:
-    step = config.cluster.world * config.train.batch_size * config.train.micro_steps
+    step = config.cluster.readers * config.train.batch_size * config.train.micro_steps
     return step * config.data.seq_len * config.train.steps
 
 
@@ -77,6 +77,7 @@ def test_every_study_can_be_rehearsed(name: str, tmp_path: Path) -> None:
     mini, baseline = study_of(f"{name}_mini"), study_of(name).baseline
     Planner(mini, tmp_path, compose)  # all arms compose, and differ
     assert [arm.name for arm in mini.arms] == [arm.name for arm in study_of(name).arms]
+    assert mini.branch is None or mini.branch.steps == 8
     for arm in some_arms(mini.name):
         config = config_of(mini.name, arm.name)
         assert (config.engine.device, config.data.seq_len) == ("cpu", 64)
@@ -129,8 +130,8 @@ def test_an_arm_is_its_baseline_but_for_the_recipe(name: str, arms: Arms) -> Non
         free = ("engine.", "train.param_dtype", "train.reduce_dtype") if peer else ()
         free += ("recipe.", "rl.correction")
         reordered = arm.role in ("order_control", "baseline_repeat")
-        if reordered:  # gradients in two sums are as many
-            free += ("train.batch_size", "train.micro_steps")
+        if reordered:  # gradients in two sums are as many, and so are a model's in one part
+            free += ("train.batch_size", "train.micro_steps", "cluster.gpus_per_node", "cluster.tp")
             assert tokens_of(config) == tokens_of(base)
         assert all(key.startswith(free) for key in changed), (arm.name, changed)
         if peer or config.model.layers > 6 or config.cluster.world > 64:
@@ -143,7 +144,9 @@ def test_an_arm_is_its_baseline_but_for_the_recipe(name: str, arms: Arms) -> Non
         if arm.role == "sham_control":  # saves no bits
             assert sent <= whole
         else:
-            assert sent == whole * rounds if reordered else sent < whole
+            once = acts_of(base) if reordered else 0  # activations of as many tokens
+            again = 0 if config.cluster.tp < base.cluster.tp else (whole - once) * rounds + once
+            assert sent == again if reordered else sent < whole
 
 
 def test_partitions_has_every_point_of_the_grid() -> None:
@@ -158,3 +161,9 @@ def bytes_of(config: Config, between: bool, rolled: bool) -> int:
     if plan.rollouts and rolled:
         sent += plan.rollout_bytes(None).values()
     return sum(t.inter if between else sum(t) for t in sent)
+
+
+def acts_of(config: Config) -> int:
+    plan = build_plan(build_model(config.model, 256, device="meta"), config)
+    wires = plan.step_bytes().items()
+    return sum(sum(traffic) for wire, traffic in wires if WIRES[wire].carries == "activations")
