@@ -291,8 +291,8 @@ def _check_order_controls(study: StudyConfig, configs: Mapping[str, Config]) -> 
         if not (same or config.data.has_records or config.data.draw_ranks):
             raise ValueError(
                 f"study {study.name}, arm {arm.name}: with other train.micro_steps this {arm.role} "
-                f"reads other sequences than its baseline: set data.draw_ranks={base.cluster.readers} in "
-                "the study"
+                "reads other sequences than its baseline: set in the study "
+                f"data.draw_ranks={base.cluster.readers}"
             )
         if recipe.order == "reversed" and terms <= 2 and same:
             raise ValueError(
