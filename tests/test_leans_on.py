@@ -109,7 +109,7 @@ def _exists(place: str, name: str) -> bool:
     if place == "FSDPParam":
         made = internals._fsdp_param.FSDPParam
         cut = inspect.unwrap(made._init_sharded_param)
-        return name in (*dir(made), *cut.__code__.co_names)
+        return name in (*dir(made), *made.__annotations__, *cut.__code__.co_names)
     return hasattr(look_up(place), name)
 
 

@@ -21,9 +21,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from zpp_lab.codecs.numerics import clip_factor
 from zpp_lab.collectives.peer.choose import Choice, connect
-from zpp_lab.collectives.plan import Bytes, Plan, add_bytes, no_bytes
+from zpp_lab.collectives.plan import Bytes, Plan, add_bytes, leg_bytes, no_bytes
 from zpp_lab.collectives.recipe import DTYPES, Recipe
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.collectives.watchdog import Watchdog
@@ -42,17 +42,22 @@ from zpp_lab.config.codec import Dtype
 from zpp_lab.config.compose import compose
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig
+from zpp_lab.engines.build import parts_plan
 from zpp_lab.engines.fsdp.graphed import Graphed
 from zpp_lab.engines.fsdp.hugging_face import mark
 from zpp_lab.engines.fsdp.loop import Loop
 from zpp_lab.engines.fsdp.mesh import Ranks
 from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
 from zpp_lab.engines.optim.shards import local
+from zpp_lab.engines.parts import LoopParts, cell_of
 from zpp_lab.engines.units import Block, cut_units
 from zpp_lab.files import amount, missing, percents, read_yaml
+from zpp_lab.models import cut_model
+from zpp_lab.models.cut import Parted
 from zpp_lab.train.launch.place import enter, placed, prepare_graphs
 
 T = TypeVar("T")
+TOKENS = 4096  # of a tensor part, for which the summary takes the bytes of one
 
 
 def recipe(name: str, *overrides: str) -> RecipeConfig:
@@ -82,17 +87,39 @@ class Sharded:
     """A model whose collectives follow a recipe."""
 
     model: nn.Module
-    plan: Plan
+    planned: Plan
     wrapped: Wrapped
     watchdog: Watchdog
     loop: Loop
     whole: bool  # whether it is cut over all ranks
     transport: Transport
+    parts: LoopParts | None = None  # of a model in tensor parts
 
     def __repr__(self) -> str:
-        recipe, units = self.plan.recipe, len(self.plan.units)
+        recipe, units = self.planned.recipe, len(self.planned.units)
         ranks = f"{recipe.cluster.nodes} × {recipe.cluster.gpus_per_node}"
-        return f"Sharded(recipe={recipe.config.name!r}, ranks={ranks}, units={units})"
+        tp = f", tp={self.parts.tp}" if self.parts is not None else ""
+        return f"Sharded(recipe={recipe.config.name!r}, ranks={ranks}{tp}, units={units})"
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of a step of one micro-batch. With tensor parts it is one of as many tokens as
+        the last forward had, whose loss the model computes from labels."""
+        parts = self.planned.parts
+        if self.parts is None or parts is None:
+            return self.planned
+        return replace(self.planned, parts=replace(parts, tokens=self.parts.tokens))
+
+    @property
+    def reader(self) -> int:
+        """Which of the micro-batches that `readers` read is this rank's: all tensor parts of a
+        group read the same."""
+        return self.transport.rank
+
+    @property
+    def readers(self) -> int:
+        """How many micro-batches are read at once."""
+        return self.planned.recipe.cluster.world
 
     @property
     def bytes(self) -> Bytes:
@@ -100,6 +127,8 @@ class Sharded:
         total = no_bytes()
         for unit in self.wrapped.installed:
             add_bytes(total, unit.ledger.step)
+        if self.parts is not None:
+            add_bytes(total, self.parts.ledger.step)
         return total
 
     def graphed(self, function: Callable[[Any], T]) -> Graphed[T]:
@@ -130,19 +159,28 @@ class Sharded:
         """Hold the model's weights whole, as `recipe.weights_rollout` sends them (by default
         uncompressed), without gradients: for `model.generate` and other forwards. Every rank enters
         it; the weights may not change meanwhile. Ranks may run unequally many forwards: those that
-        call the `generate` of transformers unequally often pass it synced_gpus=False."""
+        call the `generate` of transformers unequally often pass it synced_gpus=False.
+
+        ValueError with tensor parts."""
+        if self.parts is not None:
+            raise ValueError(
+                f"tp={self.parts.tp} has no rollout: save the weights, and generate from a model "
+                "with tp=1"
+            )
         with self.loop.rollout():
             yield self.model
 
     def reset_bytes(self) -> None:
         for unit in self.wrapped.installed:
             unit.ledger.start_step()
+        if self.parts is not None:
+            self.parts.ledger.start_step()
 
     @torch.no_grad()
     def clip_grad_norm_(self, limit: float) -> Tensor:
         """Clip to `limit` and return the norm, fp64. Sums in rank order, the same in every run. In
         a mesh with other dimensions torch's own clips, over all of them."""
-        if not self.whole:
+        if not (self.whole or self.parts is not None):
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
             return norm.full_tensor() if isinstance(norm, DTensor) else norm
         norm = self.loop.norm()
@@ -168,6 +206,7 @@ def shard(
     cluster: ClusterConfig | str | None = None,
     *,
     mesh: DeviceMesh | None = None,
+    tp: int | None = None,
     units: Sequence[nn.Module] | None = None,
     param_dtype: Dtype | None = None,
     reduce_dtype: Dtype = "fp32",
@@ -186,9 +225,13 @@ def shard(
 
     recipe: a recipe's name, its YAML file, its settings.
     mesh: over which ranks: its dimensions `nodes` and `gpus`, or one `dp`; others are left alone.
-        Without a mesh all ranks.
+        Without a mesh all ranks. Along a further one, `tp`, the matrices of a model whose
+        parameters are no DTensors yet are cut into tensor parts.
+    tp: into how many parts, on neighbouring ranks, which read the same batch (`Sharded.reader`).
+        None: as the mesh says, without one 1. For the built-in decoder and transformers' Llama,
+        Mistral, Qwen2 and Qwen3. 1 leaves the mesh's `tp` alone.
     cluster: how one dimension lies in nodes, such as "2x4"; without it as torchrun says, else in
-        one node.
+        one node. With tensor parts it counts all ranks.
     units: the modules whose parameters travel together, each used in forward as a whole;
         default: `model.units()`, else every module of a class that a list repeats.
     param_dtype: in which weights travel and compute; None: the model's own.
@@ -196,42 +239,59 @@ def shard(
     steps: of the run, for a recipe whose phases begin after a share of them.
     transport: how bytes get to other ranks (engine.transport).
 
-    ValueError when the recipe does not fit the cluster, or units overlap or share a parameter.
+    ValueError when the recipe does not fit the cluster, units overlap or share a parameter, or the
+    model has no tensor parts.
     """
     config = _recipe(recipe)
     if isinstance(model, FSDPModule):
         raise ValueError(
             "the model is sharded already, by zpp_lab.shard or fully_shard: shard a new model, once"
         )
-    if isinstance(cluster, ClusterConfig) and cluster.dp != cluster:
+    cluster = _cluster(cluster) if isinstance(cluster, str) else cluster
+    if cluster is not None and cluster.pp > 1:
         raise ValueError(
-            f"cluster.tp={cluster.tp}, cluster.pp={cluster.pp}: shard cuts no matrices and no "
-            "stages: cut the model yourself, and pass a mesh of the ranks that have equal parts"
+            f"cluster.pp={cluster.pp}: shard makes no stages: cut the model yourself, and pass a "
+            "mesh of the ranks that have the same stage"
         )
+    device = _device(model, mesh)
+    whole = Ranks.parts(model, mesh, cluster, tp)
+    part = whole.place(dist.get_rank())["tp"] if whole is not None else 0
+    if whole is not None:
+        _check_parts(config, whole.tp)
+        cut_model(model, whole.tp, part)
+        found = cell_of(whole, device)
+        assert found is not None
+        picked = found
+    else:
+        picked = Ranks.pick(mesh, cluster)
     cut = [{name: module} for name, module in _named(model, units)]
-    picked = Ranks.pick(mesh, _cluster(cluster) if isinstance(cluster, str) else cluster)
     param_dtype = param_dtype or _own_dtype(model)
     sent = DTYPES[param_dtype], DTYPES[reduce_dtype]
     phases = {first: Recipe(c, picked.cluster, *sent) for first, c in _phases(config, steps)}
-    checked = phases[0]
-    plan = Plan.build(cut_units(model, cut, checked.shards), checked, gather=gather, rollouts=True)
+    checked, own = phases[0], cut_units(model, cut, phases[0].shards)
+    between = parts_plan(own, checked, whole.tp, 0, 1) if whole is not None else None
+    plan = Plan.build(own, checked, gather=gather, rollouts=whole is None, parts=between)
     plans = {first: plan.under(each) if first else plan for first, each in phases.items()}
     if not picked.whole and any(each.memories for each in plans.values()):
         raise ValueError(
             f"recipe {config.name}: memory.kind=residual needs a mesh of all ranks without other "
             "dimensions: leave it out, or shard over all of them"
         )
-    device = _device(model, mesh)
+    cells = {first: each.cell(part) if each.parts else each for first, each in plans.items()}
     watchdog = Watchdog(timeout_seconds)
     ranks = connect(picked.cluster, watchdog, transport, device, picked.ranks)
     if dist.get_rank() == 0:
         print(_summary(plan, param_dtype, reduce_dtype), file=sys.stderr, flush=True)
     wrapped = wrap(
-        model, cut, plans, ranks, device, seed=seed, ordered=ordered, cast_inputs=True, ranks=picked
+        model, cut, cells, ranks, device, seed=seed, ordered=ordered, cast_inputs=True, ranks=picked
     )
+    parts = None
+    if whole is not None:
+        parts = LoopParts(cast(Parted, model), plans, whole, wrapped.clock, watchdog)
+        parts.place(wrapped, device)
     mark(model, picked.cluster.world)
-    loop = Loop(model, wrapped, device, ranks)
-    return Sharded(model, plan, wrapped, watchdog, loop, picked.whole, ranks)
+    loop = Loop(model, wrapped, device, ranks, parts)
+    return Sharded(model, plan, wrapped, watchdog, loop, picked.whole, ranks, parts)
 
 
 def _recipe(given: RecipeConfig | Mapping[str, Any] | Path | str) -> RecipeConfig:
@@ -285,6 +345,16 @@ def _phases(config: RecipeConfig, steps: int | None) -> list[tuple[int, RecipeCo
     return config.phased(sys.maxsize if steps is None else steps)
 
 
+def _check_parts(config: RecipeConfig, tp: int) -> None:
+    """ValueError, naming the setting, for a recipe that tensor parts do not have."""
+    for ok, what in (
+        (config.parts[2] != "none", f"recipe.{config.setting('optimizer')}: use node or world"),
+        (not config.remembers, "memory.kind=residual: leave it out"),
+    ):
+        if not ok:
+            raise ValueError(f"recipe {config.name}: tp={tp} is not built for {what}")
+
+
 def _summary(plan: Plan, param_dtype: Dtype, reduce_dtype: Dtype) -> str:
     """Describe what a step of the first phase sends, how the model is sharded, and its dtypes."""
     config, cluster = plan.recipe.config, plan.recipe.cluster
@@ -301,10 +371,18 @@ def _summary(plan: Plan, param_dtype: Dtype, reduce_dtype: Dtype) -> str:
     ]
     total = amount(sum(map(sum, plan.step_bytes().values())))
     phase = ", first phase" if config.phases else ""
+    ranks, between = f"{cluster.nodes} × {cluster.gpus_per_node}", ""
+    if plan.parts is not None:
+        some = replace(plan.parts, tokens=TOKENS * plan.parts.tp)
+        each = sum(map(sum, leg_bytes(some.legs()).values())) - sum(
+            map(sum, leg_bytes(plan.parts.legs()).values())
+        )
+        ranks += f" × tp={some.tp}"
+        between = f"; tensor parts exchange {amount(each / some.tokens / cluster.world)} a token"
     return (
-        f"zpp_lab.shard: recipe {config.name}{phase}, {cluster.nodes} × {cluster.gpus_per_node} "
+        f"zpp_lab.shard: recipe {config.name}{phase}, {ranks} "
         f"ranks; {sharded}; computes in {param_dtype}, reduces in {reduce_dtype}; all ranks send "
-        f"{total} a step of one micro-batch{': ' if wires else ''}{', '.join(wires)}"
+        f"{total} a step of one micro-batch{': ' if wires else ''}{', '.join(wires)}{between}"
     )
 
 

@@ -463,7 +463,7 @@ def _check_bits(plan: Plan) -> None:
     if (recipe.config.acting or recipe.config.piping) and plan.parts is plan.pipe is None:
         raise ValueError(
             f"recipe {recipe.config.name}: recipe.acts has no wire, as this model has no tensor "
-            "parts and no stages: leave recipe.acts out, or train with zpp-lab train and cluster.tp"
+            "parts and no stages: set cluster.tp (zpp_lab.shard: tp=2), or leave recipe.acts out"
         )
     if recipe.cluster.world == 1:
         return  # which `Recipe` has looked at

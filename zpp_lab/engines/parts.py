@@ -6,15 +6,16 @@ no collective of torch's runs between them.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zpp_lab.collectives.acts import Parts
 from zpp_lab.collectives.context import Clock
@@ -23,8 +24,11 @@ from zpp_lab.collectives.plan import Bytes, Plan, add_bytes, leg_bytes
 from zpp_lab.collectives.transport import ProcessGroups
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.cluster import CELL, ClusterConfig
-from zpp_lab.engines.fsdp.base import own_rows
-from zpp_lab.engines.fsdp.mesh import Ranks
+from zpp_lab.config.wires import ACTS_BACKWARD, Wire
+from zpp_lab.engines.fsdp.base import own_rows, place_in_whole
+from zpp_lab.engines.fsdp.comm import managed
+from zpp_lab.engines.fsdp.mesh import Ranks, mesh_of_parts
+from zpp_lab.engines.fsdp.wrap import Wrapped
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.models.cut import ROWS, Parted, cut_dim, map_state, part_state
 from zpp_lab.models.stages import stage_state
@@ -109,6 +113,97 @@ def reader_of(cluster: ClusterConfig) -> int:
     """Return this rank's place in its cell."""
     rank = dist.get_rank()
     return cluster.members(CELL, rank).index(rank)
+
+
+class LoopParts(OwnPart):
+    """The same in a user training loop, which says neither how many tokens come nor which
+    micro-step is the last. `plans`: of what parts exchange, by the steps done when each begins.
+
+    Gradients of parameters that all parts have are summed at the end of each backward, so that
+    whoever reads them finds them whole: gradients of earlier backwards are laid aside at its start
+    and added at its end.
+    """
+
+    def __init__(
+        self,
+        model: Parted,
+        plans: Mapping[int, Plan],
+        cluster: ClusterConfig,
+        clock: Clock,
+        watchdog: Watchdog,
+    ) -> None:
+        super().__init__(model, plans[0], cluster, clock, watchdog)
+        self.plans, self.cluster = plans, cluster
+        self.backwards = self.tokens = 0  # those that have ended; of the last forward
+        self.running = -1  # the backward under way
+        self.aside: dict[str, Tensor] = {}
+        self.parameters: Callable[[], dict[str, nn.Parameter]] = dict  # the masters
+        model.watch = self.see
+
+    def place(self, wrapped: Wrapped, device: torch.device) -> None:
+        """Let masters and gradients be DTensors of whole parameters."""
+        names = {id(p): n for n, p in wrapped.model.named_parameters()}
+        mesh = mesh_of_parts(self.cluster, wrapped.plan.recipe.shards, device.type)
+        for module in wrapped.by_name.values():
+            for p in managed(cast(nn.Module, module)):
+                dim = cut_dim(names[id(p.sharded_param)])
+                part = Replicate() if dim is None else Shard(dim)
+                place_in_whole(p, mesh, (part, Shard(0)))
+
+    def see(self, tokens: Tensor) -> None:
+        """Look at the tokens of a forward. ValueError where parts cannot share them, or at first
+        where they have different ones, on all of them."""
+        first, self.tokens = not self.tokens, tokens.numel()
+        if self.tokens % self.tp:
+            raise ValueError(
+                f"tp={self.tp} does not divide the {self.tokens} tokens of a micro-batch of "
+                f"{tuple(tokens.shape)}: pad sequences to a multiple"
+            )
+        if not first:
+            return
+        flat = tokens.flatten().long()
+        places = torch.arange(1, len(flat) + 1, device=flat.device)
+        own = torch.stack((places[-1], flat.sum(), (flat * places).sum()))
+        with self.uncounted():
+            (every,) = self.raw("tokens", [own])
+        if bool((every != every[0]).any()):
+            raise ValueError(
+                f"tp={self.tp}: ranks of one tensor-parallel group read different batches: give "
+                "them the same one, for instance by Sharded.reader of Sharded.readers"
+            )
+
+    def scatter(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
+        if wire == ACTS_BACKWARD and self.running != (now := torch._C._current_graph_task_id()):
+            self.running = now
+            self._begin()
+        return super().scatter(wire, place, xs)
+
+    def _begin(self) -> None:
+        """A backward has come to its first exchange, before any gradient is reduced."""
+        own = self.parameters()
+        self.aside = {n: g for n in self.shared if (g := own[n].grad) is not None}
+        for name in self.aside:
+            own[name].grad = None
+        queue: Any = Variable._execution_engine
+        queue.queue_callback(lambda: queue.queue_callback(self._end))  # after FSDP2's own
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        self.running, self.backwards = -1, self.backwards + 1
+        own = self.parameters()
+        grads = {n: local(g) for n in self.shared if (g := own[n].grad) is not None}
+        if grads:
+            self.add_shared(grads)
+        for name, before in self.aside.items():
+            if name in grads:
+                grads[name] += local(before)
+            else:
+                own[name].grad = before
+        self.aside = {}
+
+    def enter(self, phase: int) -> None:
+        """Follow the plan of a phase."""
+        self.follow(self.plans[phase].parts)
 
 
 class Regions:

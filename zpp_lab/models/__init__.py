@@ -14,7 +14,15 @@ from typing import Any
 import torch
 
 from zpp_lab.config.model import LoraConfig, ModelConfig
-from zpp_lab.models.cut import Parted, PartLlama, check_cut, decoder_sizes
+from zpp_lab.models.cut import (
+    PartBlock,
+    Parted,
+    PartLlama,
+    check_cut,
+    cut_parameters,
+    decoder_sizes,
+    under,
+)
 from zpp_lab.models.init import initial_value
 from zpp_lab.models.llama import Llama, rows_of_vocabulary
 from zpp_lab.models.lora import add_adapters
@@ -27,6 +35,7 @@ __all__ = [
     "ParamClass",
     "build_model",
     "build_parts",
+    "cut_model",
     "initial_value",
     "param_class",
 ]
@@ -83,3 +92,27 @@ def build_parts(
         materialize(model, device)
         fill(model, model.start(seed), whole, lambda p: p)
     return parts
+
+
+def cut_model(model: Any, tp: int, part: int) -> None:
+    """Turn a whole model, with its weights, into part `part` of `tp`, in place: the decoder, or one
+    of transformers. ValueError where it has no such parts."""
+    changed = {name for name, m in model.named_modules() if "forward" in vars(m)}
+    changed |= {n for n, m in model.named_modules() if getattr(m, "_compiled_call_impl", None)}
+    if changed:
+        raise ValueError(
+            f"tp={tp}: the forward of {min(changed) or 'the model'} was replaced, as compile() or "
+            "activation checkpointing do, which tensor parts do not have: leave that out"
+        )
+    if getattr(type(model), "forward", None) is not Llama.forward:
+        from zpp_lab.models.hf_cut import cut_hf
+
+        return cut_hf(model, tp, part)
+    check_cut(model.cfg, model.vocab_size, tp, decoder_sizes(model.cfg))
+    cut_parameters(model, tp, part)
+    own: Any = model
+    own.__class__ = PartLlama if type(model) is Llama else under(PartLlama, type(model))
+    own.tp, own.part, own.same_every_step = tp, part, False
+    for _, block in model.units():
+        block.__class__ = PartBlock
+    own.join((own,), None)

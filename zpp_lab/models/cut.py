@@ -13,6 +13,8 @@ backward together. A piece uses x twice, so its gradient is one sum, in any orde
 The loss of a token follows from three numbers of each part: its largest logit, its sum of
 exponentials relative to that, and the target's logit where the part has it. All parts add them up
 in the same order, so all have the same loss, and backward needs no exchange but the head's.
+Without targets the parts bring each other their logits, for a loss of the caller's own, which all
+of them compute alike.
 """
 
 from __future__ import annotations
@@ -90,16 +92,26 @@ def decoder_sizes(cfg: ModelConfig) -> dict[str, int]:
     return {"heads": cfg.heads, "kv_heads": cfg.kv_heads, "ffn": cfg.ffn}
 
 
-def cut_parameters(model: nn.Module, tp: int) -> None:
-    """Give a whole model, on the meta device, the shapes of one of `tp` parts; ties stay."""
-    hangs = places(model)
-    for name, p in list(model.named_parameters()):
-        dim, shape = cut_dim(name), list(p.shape)
-        if dim is not None:
-            shape[dim] //= tp
-            new = nn.Parameter(p.new_empty(shape))
+def cut_parameters(model: nn.Module, tp: int, part: int = 0) -> None:
+    """Put in the place of a whole model's parameters those of one of its `tp` parts; ties stay.
+    ValueError for a matrix that parts do not know."""
+    hangs, every = places(model), list(model.named_parameters())
+    if unknown := [name for name, p in every if p.ndim > 1 and cut_dim(name) is None]:
+        raise ValueError(
+            f"tp={tp} is not built for {unknown[0]}: leave adapters and further heads out, or use "
+            "tp=1"
+        )
+    for name, p in every:
+        if cut_dim(name) is not None:
+            own = part_of(name, p.detach(), tp, part).clone(memory_format=torch.contiguous_format)
+            new = nn.Parameter(own, p.requires_grad)
             for owner, attribute in hangs[id(p)]:
                 owner._parameters[attribute] = new
+
+
+def under(mixin: type, kind: type) -> type:
+    """Return `kind` with `mixin` before it, under its own name."""
+    return type(kind.__name__, (mixin, kind), {})
 
 
 class Parted(nn.Module):
@@ -108,6 +120,7 @@ class Parted(nn.Module):
 
     lanes: tuple[Any, ...]
     exchanges: Exchanges | None
+    watch: Callable[[Tensor], None] | None = None  # gets the tokens of each forward
     tp: int
     part: int
     embed: nn.Embedding
@@ -132,19 +145,23 @@ class Parted(nn.Module):
         each: bool = False,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return as `Llama.forward`: the mean cross-entropy, or with `each` every target's scores.
-        Logits are in parts, so targets are needed."""
-        assert targets is not None, "the logits of a vocabulary in parts are nowhere whole"
+        """Return as `Llama.forward`: the mean cross-entropy, or logits when there are no targets,
+        or with `each` every target's scores."""
         assert cache is None, "parts do not generate"
         self.see(tokens)
         xs = self.enter(tokens)
         for i, (_, block) in enumerate(self.units()):
             xs = self.crossing(i, through(block, xs))
+        if targets is None:
+            xs = [lane.norm(x) for lane, x in zip(self.lanes, xs, strict=True)]
+            return self.whole_logits(self.part_logits(xs))
         return self.leave(xs, targets, share, each)
 
     def see(self, tokens: Tensor) -> None:
         """Prepare a forward of these tokens, wherever it begins."""
         self.shape = tuple(tokens.shape)
+        if self.watch is not None:
+            self.watch(tokens)
 
     def enter(self, tokens: Tensor) -> list[Tensor]:
         assert self.exchanges is not None, "join comes first"
@@ -153,19 +170,34 @@ class Parted(nn.Module):
     def leave(
         self, xs: Sequence[Tensor], targets: Tensor, share: Tensor | None = None, each: bool = False
     ) -> Tensor:
-        assert self.exchanges is not None, "join comes first"
         xs = [lane.norm(x) for lane, x in zip(self.lanes, xs, strict=True)]
-        xs = gather(self.exchanges, "head", xs)
-        logits = [F.linear(x, lane._head()) for lane, x in zip(self.lanes, xs, strict=True)]
-        first = [lane.part * logit.shape[1] for lane, logit in zip(self.lanes, logits, strict=True)]
-        flat = targets.flatten()
-        scores: Tensor = _PartLoss.apply(self.exchanges, flat, first, each, *logits)
+        scores = self.scores(self.part_logits(xs), targets.flatten(), each)
         if each:
             return scores
         losses = scores[0]
         if share is not None:
             return times(losses.sum(), share)
-        return losses.sum() / (flat != IGNORED).sum()
+        return losses.sum() / (targets != IGNORED).sum()
+
+    def part_logits(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Multiply what the last norm gave with the head: [N, vocab / tp] of each part."""
+        assert self.exchanges is not None, "join comes first"
+        xs = gather(self.exchanges, "head", xs)
+        return [F.linear(x, lane._head()) for lane, x in zip(self.lanes, xs, strict=True)]
+
+    def scores(self, logits: Sequence[Tensor], targets: Tensor, each: bool = False) -> Tensor:
+        """Return the scores of targets [N], as `_PartLoss`."""
+        made: Tensor = _PartLoss.apply(self.exchanges, targets, self._first(logits), each, *logits)
+        return made
+
+    def whole_logits(self, logits: Sequence[Tensor]) -> Tensor:
+        """Bring every part all logits: [batch, length, vocab]."""
+        made: Tensor = _WholeLogits.apply(self.exchanges, self._first(logits), self.shape, *logits)
+        return made
+
+    def _first(self, logits: Sequence[Tensor]) -> list[int]:
+        """Return each part's first class."""
+        return [lane.part * x.shape[1] for lane, x in zip(self.lanes, logits, strict=True)]
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Embed those tokens that this part has; zeros for others: [N, dim]."""
@@ -375,6 +407,29 @@ class _PartLoss(torch.autograd.Function):
             to_logits.add_(classes == targets[:, None], alpha=-1)
             made.append(to_logits.mul_(grad[:, None]).to(x.dtype))
         return None, None, None, None, *made
+
+
+class _WholeLogits(torch.autograd.Function):
+    """Local logits [N, vocab / tp] of these parts → all logits [*shape, vocab], of which every part
+    then computes the same. `first`: each part's first class."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        exchanges: Exchanges,
+        first: Sequence[int],
+        shape: Sequence[int],
+        *logits: Tensor,
+    ) -> Tensor:
+        ctx.first, ctx.width = first, logits[0].shape[1]
+        every = exchanges.raw("logits", [x.contiguous() for x in logits])[0]  # [tp, N, vocab / tp]
+        return every.transpose(0, 1).flatten(1).view(*shape, -1)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        flat = grad.flatten(0, -2)
+        return None, None, None, *(flat[:, first : first + ctx.width] for first in ctx.first)
 
 
 def _numbers(logits: Tensor, own: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from zpp_lab.collectives.plan import Plan
 from zpp_lab.collectives.transport import Group, all_gather
@@ -44,6 +46,23 @@ def _without_memory(p: Any, device: torch.device) -> None:
     p._sharded_param_data = nan.expand(p.padded_sharded_param_size.numel())
     shard = p.to_sharded_dtensor(nan.expand(p.sharded_size))
     p.sharded_param = nn.Parameter(shard, requires_grad=False)
+    p._setattr_on_modules(p.sharded_param)
+
+
+def place_in_whole(p: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """Let the shard of a tensor part, and its gradient, be DTensors of the whole parameter, which
+    `mesh` and `placements` cut; FSDP2 itself goes on with the part. `p`: its parameter object."""
+    old = p.sharded_param
+    shape = [
+        n * mesh.size(0) if placements[0] == Shard(dim) else n for dim, n in enumerate(old.shape)
+    ]
+    stride = torch.empty(shape, device="meta").stride()
+    own = old.detach().to_local()
+    made = DTensor.from_local(
+        own, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+    p._sharding_spec = made._spec
+    p.sharded_param = nn.Parameter(p.to_sharded_dtensor(own), requires_grad=old.requires_grad)
     p._setattr_on_modules(p.sharded_param)
 
 

@@ -74,7 +74,7 @@ LEANS_ON = {
         "padded_sharded_param_size",
         "sharded_size",
         "to_sharded_dtensor",
-        "_setattr_on_modules",
+        *("_setattr_on_modules", "_sharding_spec"),
         *("to_sharded", "unsharded_param"),  # for idle.py
     ),
     "operators": (

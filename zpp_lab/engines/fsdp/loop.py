@@ -48,13 +48,14 @@ from zpp_lab.engines.fsdp.rollout import rolled_bytes, rolling, rollout_traffic
 from zpp_lab.engines.fsdp.wrap import Wrapped
 from zpp_lab.engines.norm import squares
 from zpp_lab.engines.optim.shards import local
+from zpp_lab.engines.parts import LoopParts
 from zpp_lab.engines.rollout import STALE
 from zpp_lab.engines.units import check_dtypes
 
 
 class Loop:
     """Moves the clock of a wrapped model. `group`: of the ranks over which the model is cut, where
-    the world has more."""
+    the world has more. `parts`: where this rank has a tensor part of it."""
 
     def __init__(
         self,
@@ -62,8 +63,9 @@ class Loop:
         wrapped: Wrapped,
         device: torch.device,
         transport: Transport,
+        parts: LoopParts | None = None,
     ) -> None:
-        self.model, self.wrapped, self.device = model, wrapped, device
+        self.model, self.wrapped, self.device, self.parts = model, wrapped, device, parts
         self.rank, self.group = transport.rank, transport.group
         self.begun = False  # whether a step is under way
         self.norm_at_end: Tensor | None = None  # of a step that an optimizer has ended
@@ -86,6 +88,8 @@ class Loop:
         self.modules = [m for m in wrapped.by_name.values() if isinstance(m, nn.Module)]
         names = {id(p): n for n, p in model.named_parameters()}
         self.names = [n for module in self.modules for n in parameter_order(module, names)]
+        if parts is not None:
+            parts.parameters = self._parameters
         for module in self.modules:
             on_forward(module, before=self._before, after=self._after)
         for unit in wrapped.installed:
@@ -100,10 +104,13 @@ class Loop:
     def norm(self) -> Tensor:
         """Of the gradients, fp64: sums in rank order, the same in every run."""
         grads = {n: local(p.grad) for n, p in self._parameters().items() if p.grad is not None}
-        own, recipe = squares(grads, self.wrapped.plan, self.device), self.wrapped.plan.recipe
-        every = own.new_empty(recipe.cluster.world)
-        all_gather(every, own.view(1), group=self.group)
-        return total_norm(every[: recipe.shards])
+        recipe, parts, group, tp = self.wrapped.plan.recipe, self.parts, self.group, 1
+        if parts is not None:
+            grads, group, tp = parts.counted(grads), None, parts.tp
+        own = squares(grads, self.wrapped.plan, self.device)
+        every = own.new_empty(recipe.cluster.world * tp)
+        all_gather(every, own.view(1), group=group)
+        return total_norm(every[: recipe.shards * tp])
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Return the masters, also while whole weights are in their places; `to_empty` may have
@@ -117,10 +124,12 @@ class Loop:
         """An optimizer, of torch or not, has stepped."""
         if not self.begun:
             return
-        if self.follows_updates and in_backward():
+        if (self.follows_updates or self.parts is not None) and in_backward():
+            why = f"recipe {self.wrapped.plan.recipe.config.name}"
             raise RuntimeError(
-                f"recipe {self.wrapped.plan.recipe.config.name} needs optimizer steps after "
-                "backward, but an optimizer stepped during it: step once all gradients are complete"
+                f"{why if self.parts is None else f'tp={self.parts.tp}'} needs optimizer steps "
+                "after backward, but an optimizer stepped during it: step once all gradients are "
+                "complete"
             )
         if self.norm_at_end is None:
             self.norm_at_end = self.norm() if self.follows_updates else torch.zeros(())
@@ -201,6 +210,9 @@ class Loop:
             )
         clock.master = not filled
         self.wrapped.enter(clock.step)
+        if self.parts is not None:
+            self.parts.enter(self.wrapped.phase)
+            self.parts.plain = not grad  # as in evaluations of runs
         if grad:
             self.begin()
 
@@ -249,6 +261,8 @@ class Loop:
             self.taken, self.digest = [], hashlib.sha256()
             self.wrapped.memories.start(clock.step)
         reduced = [len(self.taken), *(len(reduce.present.seen) for reduce in reduces)]
+        if self.parts is not None:  # which alone notices a backward where a cell is one rank
+            reduced.append(self.parts.backwards)
         if not first and reduced != self.reduced:
             self._check_sums()
             clock.micro += 1

@@ -11,17 +11,21 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from zpp_lab.config.schema import ClusterConfig
 
 LEANS_ON = {"torch.distributed.device_mesh.DeviceMesh": ("_flatten",)}  # a test looks for it
-NODES, GPUS, DP = "nodes", "gpus", "dp"
+NODES, GPUS, DP, TP = "nodes", "gpus", "dp", "tp"
 _FIX = (
     'init_device_mesh(DEVICE, (NODES, GPUS), mesh_dim_names=("nodes", "gpus")), or one dimension '
     'named "dp"; a part of a larger mesh can be handed over as mesh["NAME"]'
 )
+_PARTS = 'init_device_mesh(DEVICE, (RANKS / TP, TP), mesh_dim_names=("dp", "tp"))'
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,51 @@ class Ranks:
             )
         return cls(cluster, ranks, flat)
 
+    @classmethod
+    def parts(
+        cls,
+        model: nn.Module,
+        mesh: DeviceMesh | None,
+        cluster: ClusterConfig | None,
+        tp: int | None,
+    ) -> ClusterConfig | None:
+        """Return all ranks as nodes × GPUs × tensor parts where a model is to be cut into parts:
+        as `tp` says, or else a dimension of the mesh. None where it stays, or is cut already.
+        cluster: nodes × all GPUs of each. ValueError names how to write the mesh."""
+        names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
+        there = mesh.size(names.index(TP)) if mesh is not None and TP in names else None
+        asked = cluster.tp if cluster is not None and cluster.tp > 1 else None
+        cut = any(isinstance(p, DTensor) for p in model.parameters())
+        wanted = tp or asked or (1 if cut else there) or 1
+        if wanted == 1:
+            return None
+        if cut:
+            raise ValueError(
+                f"tp={wanted}: the model has DTensors already, as of torch's parallelize_module: "
+                "leave tp out, or hand over a model that nobody has cut"
+            )
+        if mesh is not None:
+            said = f"mesh of {tuple(mesh.shape)} with dimensions {', '.join(names)}"
+            others = [n for n in names if n not in (NODES, GPUS, DP, TP) and mesh[n].size() > 1]
+            ranks = mesh.mesh.flatten().tolist()
+            if there != wanted or others or names[-1] != TP or ranks != list(range(len(ranks))):
+                raise ValueError(
+                    f"tp={wanted} with {said}: tensor parts need a mesh of all ranks in order, "
+                    f"with dimensions dp and tp, or nodes, gpus and tp: {_PARTS}, or tp=1 to leave "
+                    "its dimensions alone"
+                )
+            if cluster is None and NODES in names:
+                nodes, gpus = mesh[NODES].size(), mesh[GPUS].size()
+                return ClusterConfig(nodes, gpus * wanted, tp=wanted)
+        world = dist.get_world_size()
+        own = cluster or _in_nodes(range(world))
+        if own.world != world or (mesh is not None and mesh.size() != world):
+            raise ValueError(
+                f"tp={wanted}: cluster={own.nodes} × {own.gpus_per_node} and the mesh have to hold "
+                f"all {world} ranks: {_PARTS}"
+            )
+        return ClusterConfig(own.nodes, own.gpus_per_node, tp=wanted)
+
     @property
     def whole(self) -> bool:
         """Whether they are all ranks, in order."""
@@ -117,3 +166,11 @@ def _in_nodes(ranks: Sequence[int]) -> ClusterConfig:
             "pass shard a cluster, or a mesh with the dimensions nodes and gpus"
         )
     return ClusterConfig(nodes=len(nodes) // each, gpus_per_node=each)
+
+
+def mesh_of_parts(cluster: ClusterConfig, shards: int, device_type: str) -> DeviceMesh:
+    """Return this rank's mesh of tensor parts × shards. In this order a shard of a part is a run of
+    the whole parameter's rows, which DTensor then cuts as we do, evenly or not. Not flattened:
+    torch 2.13 sorts the ranks of such a dimension, and would gather rows in that order."""
+    ranks = torch.arange(cluster.world).view(-1, shards, cluster.tp).transpose(1, 2)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=("copies", TP, DP))[TP, DP]
