@@ -307,7 +307,7 @@ def wrong_meshes() -> list[str]:
     ):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         try:
-            shard(_model(), "zero3", given, mesh=mesh)
+            shard(_model(), "zero3", given, mesh=mesh, tp=1)
         except ValueError as error:
             said.append(str(error))
     return said
@@ -408,5 +408,5 @@ def test_mistakes_name_the_fix() -> None:
         recipe("not-a-recipe")
     with pytest.raises(ValueError, match=r"recipe\.acts"):
         shard(nn.Linear(2, 2), {"acts": {"bits": 8}}, "1x1")  # nothing would carry them
-    with pytest.raises(ValueError, match=r"cluster\.tp=2"):
-        shard(nn.Linear(2, 2), "zero3", ClusterConfig(1, 2, tp=2))
+    with pytest.raises(ValueError, match=r"cluster\.pp=2"):
+        shard(nn.Linear(2, 2), "zero3", ClusterConfig(1, 2, pp=2))

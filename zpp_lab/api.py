@@ -253,13 +253,12 @@ def shard(
             f"cluster.pp={cluster.pp}: shard makes no stages: cut the model yourself, and pass a "
             "mesh of the ranks that have the same stage"
         )
-    device = _device(model, mesh)
     whole = Ranks.parts(model, mesh, cluster, tp)
     part = whole.place(dist.get_rank())["tp"] if whole is not None else 0
     if whole is not None:
         _check_parts(config, whole.tp)
         cut_model(model, whole.tp, part)
-        found = cell_of(whole, device)
+        found = cell_of(whole, _device(model, mesh))
         assert found is not None
         picked = found
     else:
@@ -278,6 +277,7 @@ def shard(
             "dimensions: leave it out, or shard over all of them"
         )
     cells = {first: each.cell(part) if each.parts else each for first, each in plans.items()}
+    device = _device(model, mesh)
     watchdog = Watchdog(timeout_seconds)
     ranks = connect(picked.cluster, watchdog, transport, device, picked.ranks)
     if dist.get_rank() == 0:

@@ -171,6 +171,10 @@ class PartLayer(PartPieces):
 class LoopModel(PartModel):
     """The same in a user training loop, called as transformers' own."""
 
+    config: Any
+    loss_type: Any
+    loss_function: Any
+
     def units(self) -> list[tuple[str, nn.Module]]:  # type: ignore[override]
         return [(f"model.layers.{i}", layer) for i, layer in enumerate(self.model.layers)]
 
