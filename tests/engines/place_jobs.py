@@ -2,7 +2,8 @@
 
 Answers are rank 0's, which alone runs the virtual engine for comparison. A CPU has one memory: what
 would come from host memory is a copy there. It is filled with NaN once it has been used, and so is
-a gradient that has left, so that whatever is read where it no longer lies shows.
+a gradient that has left, so that whatever is read where it no longer lies shows. Weights that have
+come for a gather are NaN where they came from until it has read them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from torch import Tensor
 from tests.engines.fsdp_jobs import asked, complaint, real, virtual
 from tests.engines.fsdp_parity import configured, differs, kept
 from tests.engines.uneven import batch
+from zpp_lab.config.residence import PLANES
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.fsdp.engine import FsdpEngine
+from zpp_lab.engines.fsdp.resident import Brought
 from zpp_lab.engines.optim import host
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.runs.checkpoint.read import Saved
@@ -29,8 +32,18 @@ from zpp_lab.runs.checkpoint.write import Checkpoints, Saving
 STEPS = 3
 Place = str | dict[str, int]
 # none, one, half and all of three units: every pair of two planes' counts
+COUNTS = 0, 1, 2, 3
+
+
+def _times_two(count: int) -> int:
+    """In the field of four, so that four planes' counts meet in all pairs."""
+    return (0, 2, 3, 1)[count]
+
+
 PAIRWISE: list[Place] = [
-    {"masters": a, "moments": b, "gradients": (a + b) % 4} for a in range(4) for b in range(4)
+    {"masters": a, "moments": b, "gradients": a ^ b, "weights": a ^ _times_two(b)}
+    for a in COUNTS
+    for b in COUNTS
 ]
 
 
@@ -41,6 +54,23 @@ def _fill(tensor: Tensor) -> None:
 def start() -> None:
     torch.use_deterministic_algorithms(True)
     host.vacate = _fill
+    bring, leave = Brought.bring, Brought.leave
+    away: dict[Tensor, Tensor] = {}  # what stands in host memory, while it is filled
+
+    def brought(self: Brought, unit: str) -> list[Any]:
+        came = bring(self, unit)
+        for name in self.there.get(unit, ()):
+            if self.high[name] not in away:
+                away[self.high[name]] = self.high[name].clone()
+                _fill(self.high[name])
+        return came
+
+    def left(self: Brought, unit: str) -> None:
+        for name in self.there.get(unit, ()):
+            self.high[name].copy_(away.pop(self.high[name]))
+        leave(self, unit)
+
+    Brought.bring, Brought.leave = brought, left  # type: ignore[method-assign]
 
 
 def placed(case: str, nodes: int, gpus: int, place: Place = "device", **engine: Any) -> Config:
@@ -71,6 +101,9 @@ def check_used(engine: FsdpEngine) -> None:
     trained = {n for n, p in engine.parameters.items() if p in engine.optimizer.state}
     assert set(resident.there) == far["gradients"] & trained
     assert (resident.pending is not None) == engine.residence.waits
+    assert engine.masters.high.keys() == far["weights"] - engine.base.names
+    for name, out in engine.masters.high.items():
+        assert local(engine.parameters[name]).data_ptr() == out.data_ptr()
     near = [n for n, p in engine.parameters.items() if p.grad is not None]
     assert near == []
 
@@ -203,7 +236,9 @@ def not_finite_by_unit() -> list[str]:
 
 def alone(cases: list[str]) -> dict[str, str]:
     """One rank: FSDP2 gathers and reduces nothing."""
-    return every({case: ["host", {"moments": 1, "gradients": 2}] for case in cases}, 1, 1)
+    places: list[Place] = ["host", {"moments": 1, "gradients": 2}]
+    high: list[Place] = [{"weights": 2}, dict.fromkeys(PLANES, 3)]
+    return every({c: places + high * c.startswith("split") for c in cases}, 1, 1)
 
 
 def unused() -> str:

@@ -23,13 +23,17 @@ from tests.two_ranks import COUNT, answers_of, two_ranks
 from zpp_lab.config.compose import compose
 from zpp_lab.config.residence import EVERY, Residence
 
-SOME: list[Place] = ["host", {"masters": 1, "moments": 2}, {"gradients": 2, "moments": 1}]
+SOME: list[Place] = [
+    "host",
+    {"masters": 1, "moments": 2, "weights": 3},
+    {"gradients": 2, "moments": 1, "weights": 2},
+]
 WITHOUT_PLANES: list[Place] = ["host", {"moments": 2}, {"gradients": 1}]
 QUICK: dict[str, list[Place]] = {
     "split": SOME,
-    "split_zero3": ["host"],
-    "split_last": [{"gradients": 3}],
-    "split_kept": ["host"],
+    "split_zero3": ["host", {"weights": 3}],
+    "split_last": [{"gradients": 3, "weights": 1}],
+    "split_kept": ["host", {"weights": 2, "moments": 1}],
     "8bit_states": ["host"],
     "bf16_states": WITHOUT_PLANES[1:],
 }
@@ -111,7 +115,12 @@ def test_residence_of_the_settings() -> None:
     assert of(split, "engine.place=host") == Residence(EVERY, EVERY, EVERY, waits=True)
     some = of(split, "engine.place={masters: 2, moments: 1}")
     assert some == Residence(2, 1, 0, waits=True)
-    assert some.far(4) == {"masters": range(1, 3), "moments": range(2, 3), "gradients": range(3, 3)}
+    none = range(3, 3)
+    far = {"masters": range(1, 3), "moments": range(2, 3), "gradients": none, "weights": none}
+    assert some.far(4) == far
+    assert of(split, "engine.place={weights: 1}") == Residence(weights=1, waits=True)
+    unit = of(split, "engine.place={weights: 1}", "train.clip_by=unit")
+    assert unit == Residence(weights=1, by_unit=True)
     assert Residence(moments=4).far(4)["moments"] == range(0, 4)
     assert not of(split, "engine.place=host", "recipe=w4_diff", "cluster=2x2").waits
 
@@ -126,7 +135,8 @@ def test_residence_of_the_settings() -> None:
             ["engine.place=host", "train.optimizer_state=8bit", "train.optimizer_place=host"],
             "train.optimizer_place",
         ),
-        (["engine.place={weights: 1}"], "engine.place"),
+        (["engine.place={weights: 1}", "train.optimizer_state=8bit"], "train.masters=split"),
+        (["engine.place={activations: 1}", "train.masters=split"], "engine.place"),
         (["engine.place=host", "train.masters=split", "cluster.tp=2"], r"cluster\.tp"),
     ],
 )

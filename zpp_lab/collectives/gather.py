@@ -109,6 +109,12 @@ class Gather:
         """Return the wire of a gather that begins now."""
         return BACKWARD if backward else ROLLOUT if self.clock.rolling else FORWARD
 
+    def reads(self, backward: bool) -> bool:
+        """Return whether a gather that begins now reads this rank's shards."""
+        if self.clock.master or self.shards == 1:
+            return True
+        return self.rows is None and not (backward and self.keeps)
+
     def pack(self, shards: Sequence[Tensor], backward: bool) -> Packet:
         """Encode this rank's padded shards, flat, one per segment."""
         wire = self.wire(backward)
@@ -116,7 +122,7 @@ class Gather:
             return self._pack_rows(wire, self.rows())
         again = backward and self.spec.secondary and not self.clock.master
         if again and self.keeps:
-            return self._from_secondary(shards[0].device)
+            return self._from_secondary()
         layout = self._layout(wire)
         device = shards[0].device
         packet = self._empty(wire, layout, device)
@@ -235,13 +241,13 @@ class Gather:
         label = self.labels[packet.wire, "across"]
         return self.transport.gathering(packet.held, "across", label)
 
-    def _from_secondary(self, device: torch.device) -> Packet:
+    def _from_secondary(self) -> Packet:
         if self.secondary is None:
             raise RuntimeError(
                 f"unit {self.spec.unit}: no secondary shard for backward; run forward with "
                 "gradients enabled before each backward"
             )
-        packet = self._empty(BACKWARD, self.spec.forward, device)
+        packet = self._empty(BACKWARD, self.spec.forward, self.secondary.device)
         packet.held = self.secondary
         return packet
 

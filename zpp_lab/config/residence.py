@@ -6,6 +6,7 @@ Whatever needs to know where something lies asks `Residence.of`, not the setting
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -14,9 +15,9 @@ from zpp_lab.config.schema import Config, Plane, TrainConfig
 Place = Literal["device", "host"]
 PLANES: tuple[Plane, ...] = get_args(Plane)
 EVERY = 2**31  # more units than a model has
-# the order in which engine.place=auto moves them: the way out of gradients is idle, and moments and
-# low planes come and go once a step
-LEAVING: tuple[Plane, ...] = ("gradients", "moments", "masters")
+# the order in which engine.place=auto moves them: the way out of gradients is idle, moments and low
+# planes come and go once a step, and weights come for each gather
+LEAVING: tuple[Plane, ...] = ("gradients", "moments", "masters", "weights")
 
 
 def movable(train: TrainConfig) -> tuple[Plane, ...]:
@@ -30,13 +31,14 @@ def movable(train: TrainConfig) -> tuple[Plane, ...]:
 
 @dataclass(frozen=True)
 class Residence:
-    """How many units have each plane in host memory; 0: none. `masters`: with
-    train.masters=split their low planes. `waits`: whether a unit is updated before its next
-    forward, not at the end of the step."""
+    """How many units have each plane in host memory; 0: none. With train.masters=split `masters`
+    are their low planes, and `weights` the high ones, which gathers read. `waits`: whether a unit
+    is updated before its next forward, not at the end of the step."""
 
     masters: int = 0
     moments: int = 0
     gradients: int = 0
+    weights: int = 0
     updates_on: Place = "device"
     waits: bool = False
     by_unit: bool = False  # updated within backward, so that no gradient stays
@@ -49,23 +51,21 @@ class Residence:
                 "engine.place=auto: `zpp-lab train` and `zpp-lab plan` choose a placement; set "
                 "engine.place to the one that `zpp-lab plan` prints"
             )
-        if train.clip_by == "unit":
-            every = EVERY if place == "host" or train.optimizer_place == "host" else 0
-            masters = every if train.masters == "split" and place == "host" else 0
-            moments = every
-            if isinstance(place, dict):
-                masters, moments = place.get("masters", 0), place.get("moments", 0)
-            return cls(masters, moments, by_unit=True)
         if config.engine.offload:
-            return cls(EVERY, EVERY, EVERY, "host")
-        if place == "device":
-            return cls(moments=EVERY if train.optimizer_place == "host" else 0)
-        # node-replicated weights leave for other nodes at the end of the step
-        waits = not (config.recipe.kept and config.cluster.nodes > 1)
+            return cls(EVERY, EVERY, EVERY, updates_on="host")
+        counts: Mapping[Plane, int] = {}
         if isinstance(place, dict):
-            masters, moments, grads = (place.get(plane, 0) for plane in PLANES)
-            return cls(masters, moments, grads, waits=waits)
-        return cls(EVERY if train.masters == "split" else 0, EVERY, EVERY, waits=waits)
+            counts = place
+        elif place == "host":
+            counts = dict.fromkeys((p for p in movable(train) if p != "weights"), EVERY)
+        elif train.optimizer_place == "host":
+            counts = {"moments": EVERY}
+        # node-replicated weights leave for other nodes at the end of the step
+        at_once = config.recipe.kept and config.cluster.nodes > 1
+        by_unit = train.clip_by == "unit"
+        waits = place != "device" and not (at_once or by_unit)
+        masters, moments, gradients, weights = (counts.get(plane, 0) for plane in PLANES)
+        return cls(masters, moments, gradients, weights, waits=waits, by_unit=by_unit)
 
     @property
     def offloads(self) -> bool:
@@ -75,7 +75,7 @@ class Residence:
     @property
     def passes(self) -> bool:
         """Whether something comes from host memory to be updated on the device."""
-        return not self.offloads and bool(self.masters or self.moments or self.gradients)
+        return not self.offloads and any(getattr(self, plane) for plane in PLANES)
 
     def far(self, units: int) -> dict[Plane, range]:
         """Return which of a plan's units, of which the root is the last, have each plane in host

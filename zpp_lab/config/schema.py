@@ -36,7 +36,7 @@ LEAST_HELDOUT, FEW_HELDOUT = 1_000, 10_000
 STUDY_HELDOUT = 2**21  # of a study on GPUs that does not say: 0.0007 nats, by the same
 
 SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2}  # of pipelines; stages of a rank
-Plane = Literal["masters", "moments", "gradients"]  # what engine.place places
+Plane = Literal["masters", "moments", "gradients", "weights"]  # what engine.place places
 Gib = Annotated[float, Field(gt=0, le=1e6)]
 TrainDtype = Literal["fp32", "bf16", "fp16"]  # fp16: engine=deepspeed, which scales the loss
 
@@ -62,7 +62,8 @@ class EngineConfig:
     offload: bool = False  # fsdp: master weights and optimizer live in CPU memory
     # fsdp: in which memory training state lies, with the same bits. host: moments, gradients and
     # the low planes of masters of all units; or {plane: units}, the last blocks, then the root.
-    # They pass through the GPU, which updates a unit before its next forward. auto: as few of
+    # They pass through the GPU, which updates a unit before its next forward. weights: the high
+    # planes, which come to the GPU before each gather. auto: as few of
     # them as a GPU of gpu_gib needs, where a host has host_gib for all of its ranks; by default
     # those of this machine. A run keeps its first choice.
     place: Literal["device", "host", "auto"] | dict[Plane, Count] = "device"
@@ -402,9 +403,12 @@ class Config:
             "8bit: torch's AdamW keeps its state on the GPU",
         )
         _need(
-            place == "host" or train.masters == "split" or not place.get("masters"),
-            f"engine.place={place}: masters that the GPU gathers stay there whole; set "
-            "train.masters=split, of which the low planes can leave, or leave masters out",
+            place == "host"
+            or train.masters == "split"
+            or not (place.get("masters") or place.get("weights")),
+            f"engine.place={place}: masters in fp32 stay on the GPU; set train.masters=split, of "
+            "which the low planes (masters) and the high ones (weights) can leave, or leave both "
+            "out",
         )
 
     def _check_clip(self) -> None:

@@ -75,7 +75,7 @@ def mark_all(shards: Sequence[Tensor], device: torch.device) -> Tensor:
     """Add up the bits of several tensors, one behind the other: int64 on the device."""
     total, start, some = torch.zeros((), dtype=torch.int64, device=device), 0, []
     for i, shard in enumerate(shards, 1):  # small ones together, to save launches
-        some.append(shard.reshape(-1).float())
+        some.append(shard.reshape(-1).to(device, torch.float32))
         numel = sum(map(len, some))
         if numel > _PIECE or i == len(shards):
             total += mark_sum(torch.cat(some) if len(some) > 1 else some[0], start)

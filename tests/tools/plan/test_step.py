@@ -384,6 +384,31 @@ def test_later_micro_steps_bring_earlier_sums() -> None:
     assert found["gradients in"] == pytest.approx(2 * 2 * numel / 1e6)
 
 
+@pytest.mark.parametrize(
+    ("words", "blocks", "roots"),
+    [
+        (["recipe=zero3"], 1, 0),
+        (["recipe=zero3", "train.micro_steps=2"], 3, 1),
+        (["recipe=zero3", "recipe.stage=2"], 0, 0),
+        (["recipe=zeropp"], 0, 0),  # its backward gathers what nodes have
+        (["recipe=w4_diff"], 0, 0),
+        (["recipe=zero3", "train.clip_by=unit"], 2, 1),
+    ],
+)
+def test_weights_in_host_memory_come_for_each_gather_that_reads_them(
+    words: list[str], blocks: int, roots: int
+) -> None:
+    """So many times besides their update, after which they leave."""
+    settings = compose([*BASE, *PLACED, "engine.place={weights: 4}", *words])
+    *others, root = (sum(p.shard_numel for p in u.unit.parameters) for u in plan_of(settings).units)
+    found = predict(settings, machine(bus=BUS)).parts
+    update = 2 * (sum(others) + root) / 1e6
+    assert found["state out"] == pytest.approx(update)
+    more = 2 * (blocks * sum(others) + roots * root) / 1e6
+    assert found["state in"] == pytest.approx(update + more)
+    assert not replays(settings)
+
+
 def test_moments_that_pass_at_the_end_of_a_step_hide_behind_nothing() -> None:
     words = ["recipe=zero3", "train.optimizer_state=8bit", "train.optimizer_place=host"]
     settings = compose([*BASE, *words])

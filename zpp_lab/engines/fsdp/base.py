@@ -22,6 +22,7 @@ from zpp_lab.collectives.plan import Plan
 from zpp_lab.collectives.transport import Group, all_gather
 from zpp_lab.engines.frozen import Marks, decode_shards, encode_shards, mark
 from zpp_lab.engines.fsdp.comm import Installed, managed
+from zpp_lab.engines.optim import host
 
 Rows = Callable[[str, int, int], Tensor]  # parameter, first row, last + 1 → fp32
 
@@ -39,13 +40,13 @@ def set_aside(
                 _without_memory(p, device)
 
 
-def _without_memory(p: Any, device: torch.device) -> None:
+def _without_memory(p: Any, device: torch.device, trained: bool = False) -> None:
     """`p`: FSDP2's parameter object. Both tensors share one storage, which tells FSDP2 at its
     lazy start that nothing was exchanged and nothing needs padding."""
     nan = torch.full((), torch.nan, dtype=p.sharded_param.dtype, device=device)
     p._sharded_param_data = nan.expand(p.padded_sharded_param_size.numel())
     shard = p.to_sharded_dtensor(nan.expand(p.sharded_size))
-    p.sharded_param = nn.Parameter(shard, requires_grad=False)
+    p.sharded_param = nn.Parameter(shard, requires_grad=trained)
     p._setattr_on_modules(p.sharded_param)
 
 
@@ -64,6 +65,19 @@ def place_in_whole(p: Any, mesh: DeviceMesh, placements: Sequence[Placement]) ->
     p._sharding_spec = made._spec
     p.sharded_param = nn.Parameter(p.to_sharded_dtensor(own), requires_grad=old.requires_grad)
     p._setattr_on_modules(p.sharded_param)
+
+
+def move_out(p: Any, device: torch.device) -> Tensor:
+    """Let host memory have a shard; returns it with its padding. `p`: FSDP2's parameter object,
+    whose parameter stays one of `device`, as its gradients lie there."""
+    before, trained = p._sharded_param_data, p.sharded_param.requires_grad
+    out = host.zeros(p.padded_sharded_param_size, before.dtype, device, True)
+    if not before.is_meta:
+        out.view(-1).copy_(before)
+    _without_memory(p, device, trained)
+    p._sharded_param_data = out.view(-1)
+    p.sharded_param._local_tensor = out[: p.sharded_size[0]]
+    return out
 
 
 class FrozenBase:

@@ -66,6 +66,7 @@ LEANS_ON = {
         *("fsdp_params", "_init_mp_dtypes"),
         # for resident.py
         *("unshard", "wait_for_unshard", "_wait_all_gather_streams_on_event"),
+        *("is_sharded", "_training_state"),
     ),
     "FSDPParam": (
         "sharded_param",
@@ -114,6 +115,10 @@ class PackedGather(AllGather):
             self.arrive()
         output.box.packet = self.gather.pack(self._ordered(shards), backward)
         return output, output
+
+    def reads(self) -> bool:
+        """Return whether a gather that begins now reads this rank's shards."""
+        return self.gather.reads(in_backward())
 
     def unpack(self, packet: Packet, outs: Sequence[Tensor]) -> None:
         self.gather.unpack(packet, self._ordered(outs))

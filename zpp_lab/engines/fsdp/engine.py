@@ -38,12 +38,13 @@ from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp.graph import Launched, StepGraph, obstacle
 from zpp_lab.engines.fsdp.kept import Kept
 from zpp_lab.engines.fsdp.prefetch import InVain, Laps, Prefetch, Usage
-from zpp_lab.engines.fsdp.resident import ByUnit, Masters, Resident
+from zpp_lab.engines.fsdp.resident import Brought, ByUnit, Masters, Resident
 from zpp_lab.engines.fsdp.rollout import all_agree, rolled_bytes, rolling, rollout_traffic
 from zpp_lab.engines.fsdp.sent import Sent
 from zpp_lab.engines.fsdp.state import EngineState
 from zpp_lab.engines.fsdp.watch import RankWatch, merged_telemetry, refuse, telemetry_of_all
 from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
+from zpp_lab.engines.optim import CompactAdamW
 from zpp_lab.engines.optim.build import adamw, set_rate
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.parts import OwnPart, Regions, by_stage, cell_of
@@ -112,6 +113,11 @@ class FsdpEngine(Engine):
         self.parts = OwnPart.joined(model, staged, config.cluster, self.wrapped.clock, watchdog)
         # no reduction overlaps the next where each one's gradients are used at once
         self.wrapped.under_way.open = not (self.residence.gradients or self.residence.by_unit)
+        if self.residence.weights:
+            gone = self.far["weights"] - self.base.names
+            ids = {id(p): n for n, p in model.named_parameters() if n in gone}
+            wrapped: Any = self.wrapped.by_name.values()
+            self.masters.move_out(wrapped, ids, device)
         building.done("sharding")
         self.root = cast(FSDPModule, model)
         start = self._initialize() if any(p.is_meta for p in model.parameters()) else None
@@ -133,9 +139,10 @@ class FsdpEngine(Engine):
         names = self.base.names  # not ours to train, or to save
         self.parameters = {n: p for n, p in model.named_parameters() if n not in names}
         self.masters.keep(self.parameters)
-        low = self.masters.low
+        low, high = self.masters.low, self.masters.high
         self.kept = Kept(self.wrapped.installed, self.parameters, group, low)
-        self.optimizer = adamw(self.parameters, config.optimization, config.seed, self.far, low)
+        train = config.optimization
+        self.optimizer = adamw(self.parameters, train, config.seed, self.far, low, high)
         self.resident = self._resident()
         split, regions = config.cluster.split, None
         if split:
@@ -163,13 +170,20 @@ class FsdpEngine(Engine):
     def _resident(self) -> Resident:
         modules: Any = dict(self.wrapped.by_name)
         where = modules, self.parameters, self.owns[0], self.clock, self.device
+        brought = None
+        if self.masters.high:
+            assert isinstance(self.optimizer, CompactAdamW)
+            reads = {u.plan.unit.name: u.inside[0].reads for u in self.wrapped.installed}
+            high = self.masters.high, self.optimizer
+            brought = Brought(modules, self.parameters, *high, reads)
         if not self.residence.by_unit:
             late: Container[str] = self.parts.shared if self.parts is not None else {}
             if self.residence.offloads:  # torch brings gradients to the host later
                 late = self.parameters
-            return Resident(*where, self.far["gradients"], self.residence.waits, late)
+            far, waits = self.far["gradients"], self.residence.waits
+            return Resident(*where, far, waits, late, brought)
         how: Any = {"clip": self.config.train.clip, "watched": self.transport.watched}
-        return ByUnit(*where, optimizer=self.optimizer, **how)
+        return ByUnit(*where, brought, optimizer=self.optimizer, **how)
 
     def _connect(self) -> Transport:
         wanted = self.config.engine
@@ -436,6 +450,7 @@ class FsdpEngine(Engine):
         self.resident.settle()
         if self.device.type == "cuda" and self.residence.passes:
             torch.cuda.synchronize(self.device)
+        self.resident.forget()
 
     def _explain(self, step: int, batches: Batches) -> None:
         """The step is a pure function of the state: run it again and look at every value. No rank

@@ -17,12 +17,15 @@ backward overwrites a gradient that is still to be used.
 `Masters` are fp32 shards, or (train.masters=split) their high planes. FSDP2 shards, gathers and
 gives gradients to these, in bf16. The low planes lie next to them, sharded alike. No fp32 master
 and no fp32 gradient exists then (`codecs/planes.py`).
+
+High planes in host memory (`Brought`) come before each gather that reads them. Where the unit is
+updated before, the gather reads what the update has left on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,10 +37,10 @@ from zpp_lab.codecs.planes import joined, split
 from zpp_lab.collectives.context import Clock
 from zpp_lab.collectives.plan import Plan
 from zpp_lab.collectives.transport import all_gather
-from zpp_lab.engines.fsdp.base import own_rows
-from zpp_lab.engines.fsdp.comm import param_groups
+from zpp_lab.engines.fsdp.base import move_out, own_rows
+from zpp_lab.engines.fsdp.comm import managed, param_groups
 from zpp_lab.engines.norm import SquareSums, in_order
-from zpp_lab.engines.optim import host
+from zpp_lab.engines.optim import CompactAdamW, host
 from zpp_lab.engines.optim.build import AdamW, begin, set_rate
 from zpp_lab.engines.optim.shards import local, sharded_as
 
@@ -49,7 +52,7 @@ Update = Callable[[Iterable[str]], tuple[object, list[Any]]]
 class Resident:
     """Of one rank. `far`: names of parameters whose gradients lie in host memory. `waits`: whether
     updates wait for the next forward. `late`: names of parameters whose gradients change after the
-    passes."""
+    passes. `brought`: weights that come from host memory."""
 
     def __init__(
         self,
@@ -61,26 +64,29 @@ class Resident:
         far: Collection[str],
         waits: bool,
         late: Container[str],
+        brought: Brought | None = None,
     ) -> None:
+        self.brought = brought
         self.parameters, self.clock, self.device, self.late = parameters, clock, device, late
         self.rooms: dict[str, Tensor] = {}  # where gradients go
         self.there: dict[str, Tensor] = {}  # gradients of this step, in their rooms
         trained = {n for n, p in parameters.items() if p.requires_grad}
         self.sums = SquareSums(plan, trained, device)
         self.pending: Update | None = None
+        self.updated: set[str] = set()  # units, of those that it updates
         self.units = {u.unit.name: [p.name for p in u.unit.parameters] for u in plan.units}
         # by unit, until the computing stream waits for its weights: their events, and what the
         # update reads
         self.under_way: dict[str, tuple[list[Any], object]] = {}
         on_gpu = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if on_gpu and waits else None
+        self.stream = torch.cuda.Stream(device) if on_gpu and (waits or brought) else None
         self.ready: Any = None  # the event after which gradients and norm are there
         for name in trained.intersection(far):
             parameters[name].register_post_accumulate_grad_hook(partial(self._take, name))
-        for unit, module in modules.items() if waits else ():
+        for unit, module in modules.items() if waits or brought else ():
             for group in param_groups(module):
                 group.unshard = partial(self._unshard, unit, group, group.unshard)
-                group.wait_for_unshard = partial(self._wait, unit, group.wait_for_unshard)
+                group.wait_for_unshard = partial(self._wait, unit, group, group.wait_for_unshard)
 
     # ------------------------------------------------------------------ gradients
 
@@ -88,6 +94,15 @@ class Resident:
         """A step's passes begin: what an earlier one left is given up."""
         self.there = {}
         self.sums.start()
+        self.forget()
+
+    def forget(self) -> None:
+        """Give up weights that came for gathers in vain. No gather is under way."""
+        if self.brought is None:
+            return
+        for unit in [*self.brought.there]:
+            self._arrived(unit)
+            self.brought.leave(unit)
 
     def end(self) -> frozenset[str]:
         """All reductions of a step are complete; returns whose squares are summed."""
@@ -135,7 +150,7 @@ class Resident:
     def defer(self, update: Update) -> None:
         """Update each unit before its next forward."""
         assert self.pending is None
-        self.pending = update
+        self.pending, self.updated = update, set()
         if self.stream is not None:
             self.ready = torch.cuda.current_stream(self.device).record_event()
 
@@ -148,7 +163,7 @@ class Resident:
         leaving."""
         if self.pending is not None:
             for unit in (*list(self.units)[-1:], *list(self.units)[:-1]):
-                self._update(unit)
+                self._update(unit, gathers=False)
             self.pending = None
         for unit in [*self.under_way]:
             self._arrived(unit)
@@ -158,33 +173,105 @@ class Resident:
     ) -> None:
         if self.pending is not None:
             self._update(unit)
-            for new in self.under_way[unit][0]:
-                group._wait_all_gather_streams_on_event(new)
+        if self.brought is not None and group.is_sharded:
+            with self._beside():
+                came = self.brought.bring(unit)
+            news, read = self.under_way.get(unit, ([], None))
+            self.under_way[unit] = [*news, *came], read
+        for new in self.under_way.get(unit, ([], None))[0]:
+            group._wait_all_gather_streams_on_event(new)
+            if group._training_state.name == "IDLE":  # then FSDP2 gathers on the current stream
+                torch.cuda.current_stream(self.device).wait_event(new)
         unshard(*args, **kwargs)
 
-    def _wait(self, unit: str, wait_for_unshard: Callable[[], None]) -> None:
+    def _wait(self, unit: str, group: Any, wait_for_unshard: Callable[[], None]) -> None:
         self._arrived(unit)  # on one rank FSDP2 copies shards on the current stream
         wait_for_unshard()
+        if self.brought is not None and not group.is_sharded:
+            self.brought.leave(unit)
 
-    def _update(self, unit: str) -> None:
-        """Start a unit's update, if it has still to come."""
+    def _beside(self) -> AbstractContextManager[None]:
+        """Run on the stream of updates, if there is one."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def _update(self, unit: str, gathers: bool = True) -> None:
+        """Start a unit's update, if it has still to come. `gathers`: a gather follows."""
         assert self.pending is not None
-        if unit in self.under_way:
+        if unit in self.updated:
             return
-        if self.stream is None:
-            read, _ = self.pending(self.units[unit])
-            self.under_way[unit] = [], read
-            return
-        self.stream.wait_event(self.ready)
-        with torch.cuda.stream(self.stream):
+        self.updated.add(unit)
+        if self.stream is not None:
+            self.stream.wait_event(self.ready)
+        with self._beside():
             read, news = self.pending(self.units[unit])
-            self.under_way[unit] = [*news, self.stream.record_event()], read
+            if self.stream is not None:
+                news = [*news, self.stream.record_event()]
+        self.under_way[unit] = news, read
+        if self.brought is not None:
+            self.brought.take(unit, gathers)
 
     def _arrived(self, unit: str) -> None:
         """Let the current stream wait for a unit's weights, and let go of what has been read."""
         news, _ = self.under_way.pop(unit, ([], None))
         for new in news:
             torch.cuda.current_stream(self.device).wait_event(new)
+
+
+class Brought:
+    """High planes that host memory has, on the device from their transfer, or their update, until a
+    gather has read them. They come in the streams of updates (`host.Streams`), which let them wait
+    for those that have not left yet."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        parameters: Mapping[str, nn.Parameter],
+        high: Mapping[str, Tensor],
+        optimizer: CompactAdamW,
+        reads: Mapping[str, Callable[[], bool]],
+    ) -> None:
+        """`high`: by parameter, padded. `reads`: whether a unit's gather that begins now reads
+        them, where not all do."""
+        self.parameters, self.high, self.optimizer, self.reads = parameters, high, optimizer, reads
+        assert optimizer.streams is not None
+        self.streams, self.device = optimizer.streams, optimizer.device
+        names = {id(parameters[name]): name for name in high}
+        self.own = {unit: _named(module, names) for unit, module in modules.items()}
+        self.there: dict[str, dict[str, Tensor]] = {}  # by unit and parameter, on the device
+
+    def bring(self, unit: str) -> list[Any]:
+        """Have a unit's on the device, where FSDP2 finds them; returns the events after which they
+        are there, besides those of an update."""
+        own, came = self.own[unit], list[Any]()
+        if not own or not self.reads.get(unit, lambda: True)():
+            return []
+        near = self.there.setdefault(unit, {})
+        missing = [name for name in own if name not in near]
+        if missing:
+            with self.streams.next([self.parameters[name] for name in missing]):
+                for name in missing:
+                    near[name] = self.high[name].to(self.device, non_blocking=True, copy=True)
+                came = self.streams.mark()
+        for name, p in own.items():
+            p._sharded_param_data = near[name].view(-1)
+        return came
+
+    def take(self, unit: str, gathers: bool) -> None:
+        """Keep what an update of a unit has left on the device, if a gather follows."""
+        fresh, self.optimizer.fresh = self.optimizer.fresh, {}
+        new = {n: fresh[p] for n in self.own[unit] if (p := self.parameters[n]) in fresh}
+        if gathers:
+            self.there.setdefault(unit, {}).update(new)
+            return
+        for tensor in new.values():
+            host.vacate(tensor)
+
+    def leave(self, unit: str) -> None:
+        """A gather has read a unit's, and the current stream waits for it."""
+        near = self.there.pop(unit, {})
+        for name, p in self.own[unit].items():
+            p._sharded_param_data = self.high[name].view(-1)
+        self.streams.let_go([*near.values()])
 
 
 # ---------------------------------------------------------------------- unit by unit
@@ -207,12 +294,14 @@ class ByUnit(Resident):
         plan: Plan,
         clock: Clock,
         device: torch.device,
+        brought: Brought | None,
         optimizer: AdamW,
         clip: float,
         watched: Callable[[str, torch.device], AbstractContextManager[None]],
     ) -> None:
         """`watched`: within it ranks may be waited for."""
-        super().__init__(modules, parameters, plan, clock, device, parameters, False, frozenset())
+        where = modules, parameters, plan, clock, device
+        super().__init__(*where, parameters, False, frozenset(), brought)
         self.shards, self.world = plan.recipe.shards, plan.recipe.cluster.world
         self.optimizer, self.clip, self.watched = optimizer, clip, watched
         self.unit_of = {name: unit for unit, names in self.units.items() for name in names}
@@ -277,7 +366,8 @@ class ByUnit(Resident):
 
 class Masters:
     """Made before FSDP2 takes the model; complete once `keep` was called. low: the low planes by
-    name, DTensors; {} where masters are fp32."""
+    name, DTensors; {} where masters are fp32. high: the high ones that lie in host memory, with
+    their shards' padding."""
 
     def __init__(
         self,
@@ -292,6 +382,7 @@ class Masters:
         shards is this rank's. `far`: whose low planes lie in host memory."""
         self.cut, self.shards, self.part, self.far = cut, shards, part, far
         self.low: dict[str, Tensor] = {}
+        self.high: dict[str, Tensor] = {}
         self.whole: dict[str, Tensor] = {}  # low planes of a model that is whole already
         for name, p in model.named_parameters():
             if not cut or name in skip:
@@ -300,6 +391,13 @@ class Masters:
                 p.data = p.data.to(torch.bfloat16)
             else:
                 p.data, self.whole[name] = split(p.detach())
+
+    def move_out(
+        self, modules: Iterable[nn.Module], names: Mapping[int, str], device: torch.device
+    ) -> None:
+        """Let host memory have high planes of wrapped modules. names: of these, by their ids."""
+        for module in modules:
+            self.high |= {n: move_out(p, device) for n, p in _named(module, names).items()}
 
     def put(self, name: str, p: Tensor, values: Tensor) -> None:
         """Set this rank's rows of a parameter to fp32 values."""
@@ -324,12 +422,18 @@ class Masters:
     def _low(self, name: str, p: Tensor) -> Tensor:
         if name not in self.low:
             high = local(p.detach())
-            own = host.zeros(high.shape, torch.int16, high.device, name in self.far)
+            own = host.zeros(high.shape, torch.int16, p.device, name in self.far)
             self.low[name] = sharded_as(p, own, p.shape)
         return self.low[name]
 
 
+def _named(module: nn.Module, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return FSDP2's objects of a wrapped module's parameters that have a name, by the id."""
+    every = [(id(p.sharded_param), p) for p in managed(module)]
+    return {names[which]: p for which, p in every if which in names}
+
+
 def master(p: Tensor, low: Tensor | None) -> Tensor:
     """Return this rank's rows of a master, fp32: the parameter's own, or new ones of two planes."""
-    own = local(p.detach())
-    return own if low is None else joined(own, local(low).to(own.device))
+    own = local(p.detach()).to(p.device, non_blocking=True)
+    return own if low is None else joined(own, local(low).to(p.device, non_blocking=True))

@@ -66,8 +66,9 @@ class CompactAdamW(torch.optim.Optimizer):
     Parameters are fp32 tensors or DTensors cut along dimension 0, or the high planes of such, all
     of them; then `low` has the others, and gradients are bf16. `step` needs the number of the
     training step, which with `seed` decides how moments are rounded. `far`: the parameters of which
-    `moments`, `masters` (their low planes) or `gradients` lie in host memory; these pass through
-    the parameters' device (`host.py`), with the same bits."""
+    `moments`, `masters` (their low planes), `gradients` or `weights` (the parameters themselves)
+    lie in host memory; these pass through the parameters' device (`host.py`), with the same bits.
+    `high`: these weights with their shards' padding."""
 
     def __init__(
         self,
@@ -80,20 +81,24 @@ class CompactAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         far: Mapping[Plane, Set[Tensor]] | None = None,
         low: Mapping[Tensor, Tensor] | None = None,
+        high: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        self.kind, self.seed, self.low = kind, seed, low or {}
+        self.kind, self.seed, self.low, self.high = kind, seed, low or {}, high or {}
         self.far: dict[Plane, Set[Tensor]] = {p: (far or {}).get(p, set()) for p in PLANES}
         self.grads: Mapping[Tensor, Tensor] = {}  # of the parameters under way
         self.near: dict[Tensor, dict[str, Tensor]] = {}  # what came from host memory for them
+        # of `high` what an update left on the device, for gathers
+        self.fresh: dict[Tensor, Tensor] = {}
         self.number = 0  # of the step that `begin` began, as are these three
         self.ok: Tensor | None = None
         self.factor: Tensor | None = None
         self.noise: Tensor | None = None
         # Kept from step to step: torch keeps what a stream has freed for that stream alone, so
         # with new ones in every step tens of stages would lie about.
-        self.streams: host.Streams | None = None
+        passes = any(self.far.values()) or self.high
+        self.streams = host.Streams(self.device) if passes else None
         every = [p for group in self.param_groups for p in group["params"]]
         self.offsets = {p: 7919 * i % SPREAD for i, p in enumerate(every)}
         self.kinds = {p: kind_of(p.shape, kind) for p in every}
@@ -101,12 +106,13 @@ class CompactAdamW(torch.optim.Optimizer):
 
     @property
     def device(self) -> torch.device:
-        """Where parameters lie, all in one place, and what updates them."""
-        return local(self.param_groups[0]["params"][0]).device
+        """Where parameters lie, all in one place but for `high`, and what updates them."""
+        found: torch.device = self.param_groups[0]["params"][0].device
+        return found
 
     def zero_state(self, p: Tensor) -> dict[str, Tensor]:
         """Return a parameter's state before its first update, sharded as it is."""
-        kind, device, far = kind_of(p.shape, self.kind), local(p).device, p in self.far["moments"]
+        kind, device, far = kind_of(p.shape, self.kind), self.device, p in self.far["moments"]
         own, wide = tuple(local(p).shape), (blocks_of(p.shape),)
         state = {"step": torch.zeros((), device=device)}
         for moment in MOMENTS:
@@ -134,7 +140,7 @@ class CompactAdamW(torch.optim.Optimizer):
     def update(self, grads: Mapping[Tensor, Tensor], whole: bool = True) -> list[Any]:
         """Update parameters with these gradients of their rows, which may be overwritten. `whole`:
         the current stream waits until all is where it belongs. Else it does not wait: returns the
-        events after which weights are new and gradients have been read."""
+        events after which weights are new, in `fresh` too, and gradients have been read."""
         trained = [[p for p in group["params"] if p in grads] for group in self.param_groups]
         every = [p for ps in trained for p in ps]
         for p in every:
@@ -147,18 +153,17 @@ class CompactAdamW(torch.optim.Optimizer):
         else:  # as a list: with one tensor torch would wait for the device
             done = [self.ok.to(torch.float32)] * len(every)
             torch._foreach_add_([self.state[p]["step"] for p in every], done)
-        if self.noise is None and not kernel.serves(local(every[0])):
+        if self.noise is None and not kernel.serves(self.state[every[0]]["step"]):
             # one strip; rows read it from places of their own
             self.noise = row_noise(self.seed, self.number, SPREAD + self.widest, self.device)
-        self.grads = grads
+        self.grads, self.fresh = grads, {}
         passing = any(p in far for far in self.far.values() for p in every)
-        if passing and self.streams is None:
-            self.streams = host.Streams(self.device)
         ends: list[Any] = []
-        if passing and self.streams is not None:
+        if passing:
+            assert self.streams is not None
             for part in host.stages(every, self._nbytes):
                 some = set(part)
-                with self.streams.next(part), self._passing(part):
+                with self.streams.next(part), self._passing(part, whole):
                     for group, parameters in zip(self.param_groups, trained, strict=True):
                         self._change(group, [p for p in parameters if p in some])
                     ends += self.streams.mark()
@@ -180,7 +185,7 @@ class CompactAdamW(torch.optim.Optimizer):
             _update(batch, self.ok)
 
     @contextmanager
-    def _passing(self, parameters: list[Tensor]) -> Iterator[None]:
+    def _passing(self, parameters: list[Tensor], whole: bool) -> Iterator[None]:
         """Move what lies in host memory to the device for the body, and all but gradients back."""
         far = {p: self._far(p) for p in parameters}
         self.near = {
@@ -190,23 +195,32 @@ class CompactAdamW(torch.optim.Optimizer):
         yield
         for p, parts in far.items():
             for key, value in parts.items():
+                near = self.near[p][key]
                 if key != "grad":
-                    value.copy_(self.near[p][key], non_blocking=True)
-                host.vacate(self.near[p][key])
+                    value.copy_(near, non_blocking=True)
+                if key == "weight" and not whole:
+                    self.fresh[p] = near
+                else:
+                    host.vacate(near)
         self.near = {}
 
     def _parts(self, p: Tensor) -> dict[str, Tensor]:
-        """Return moments and scales of this rank's rows, `grad` and `low`, where the update finds
-        them."""
+        """Return moments and scales of its rows, `grad`, `low` and `weight` (perhaps padded),
+        where the update finds them."""
         found = {k: local(v) for k, v in self.state[p].items() if k != "step"}
         found["grad"] = self.grads[p]
+        found["weight"] = self.high[p] if p in self.high else local(p.detach())
         if self.low:
             found["low"] = local(self.low[p])
         return found | self.near.get(p, {})
 
+    def _rows(self, p: Tensor, weight: Tensor) -> Tensor:
+        """Return a weight of `_parts` without padding."""
+        return weight[: len(local(p))] if p in self.high else weight
+
     def _far(self, p: Tensor) -> dict[str, Tensor]:
         """Return what lies in host memory of these."""
-        planes: dict[str, Plane] = {"grad": "gradients", "low": "masters"}
+        planes: dict[str, Plane] = {"grad": "gradients", "low": "masters", "weight": "weights"}
         parts = self._parts(p).items()
         return {key: v for key, v in parts if p in self.far[planes.get(key, "moments")]}
 
@@ -222,7 +236,7 @@ class CompactAdamW(torch.optim.Optimizer):
             parts = [self._parts(p) for p in some]
             lists = {k: [each[k] for each in parts] for k in parts[0]}
             kernel.launch(
-                [local(p) for p in some],
+                [self._rows(p, w) for p, w in zip(some, lists.pop("weight"), strict=True)],
                 lists.pop("low", ()),
                 lists.pop("grad"),
                 lists,
@@ -250,8 +264,9 @@ class CompactAdamW(torch.optim.Optimizer):
         rates, roots = (t.unbind() for t in self._corrections(group, parameters))
         for p, rate, root in zip(parameters, rates, roots, strict=True):
             kind, n = self.kinds[p], prod(p.shape[1:])
-            weight, state = local(p.detach()), self._parts(p)
+            state = self._parts(p)
             grad, below = state.pop("grad"), state.pop("low", None)
+            weight = self._rows(p, state.pop("weight"))
             wide = 1 if kind == "fp32" else n  # in fp32 rows mean nothing
             own = noise[self.offsets[p] :][:n]
             rows, each = weight.numel() // wide, max(1, BATCH // wide)

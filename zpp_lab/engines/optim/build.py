@@ -35,6 +35,7 @@ def adamw(
     seed: int = 0,
     far: Mapping[Plane, Collection[str]] | None = None,
     low: Mapping[str, Tensor] | None = None,
+    high: Mapping[str, Tensor] | None = None,
 ) -> AdamW:
     """Build AdamW with weight decay on matrices only (norms and biases have one dimension), and a
     rate of its own for projections into the residual stream (train.residual_lr).
@@ -42,8 +43,8 @@ def adamw(
     With states and masters in fp32 torch's own, on a GPU the fused one; of DTensors their shards
     alone are updated. `begin` can hold back the fused one and ours without asking the host. `seed`:
     of the rounding of smaller states. `far`: names of parameters, by what of them lies in host
-    memory. `low`: the low planes of parameters that are high ones. ValueError when there is nothing
-    to train, or no such projection.
+    memory. `low`: the low planes of parameters that are high ones; `high`: those that lie in host
+    memory, padded. ValueError when there is nothing to train, or no such projection.
     """
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if not trained:
@@ -55,11 +56,12 @@ def adamw(
     betas = (train.beta1, train.beta2)
     if train.optimizer_state != "fp32" or train.masters == "split":
         settings = (train.optimizer_state, seed, train.lr, betas, train.eps)
-        planes: dict[Tensor, Tensor] = {
-            parameters[name]: plane for name, plane in (low or {}).items()
-        }
+        planes: list[dict[Tensor, Tensor]] = [
+            {parameters[name]: plane for name, plane in (each or {}).items()}
+            for each in (low, high)
+        ]
         there = {k: {trained[n] for n in names if n in trained} for k, names in (far or {}).items()}
-        return CompactAdamW(groups, *settings, far=there, low=planes)
+        return CompactAdamW(groups, *settings, far=there, low=planes[0], high=planes[1])
     every = list(trained.values())
     made = ShardAdamW if any(map(is_sharded, every)) else torch.optim.AdamW
     kind = {"fused" if all(p.device.type == "cuda" for p in every) else "foreach": True}

@@ -8,13 +8,15 @@ A step uses each moment once, so moments need not lie on the GPU, nor low planes
 gradients. They come in some parameters at a time, are updated by the same code and to the same bits
 as on the GPU, and all but gradients go out again. Two streams take turns (`Streams`), so that one's
 come while the other's go: the bus carries both ways at once. Updated weights are there before
-moments have gone out.
+moments have gone out. High planes that lie here come in the same streams before each gather, and
+after an update stay for the gather that waits for it.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,6 +34,7 @@ THREADS = 12
 STAGE = 2**28  # bytes from host memory that a stream has on the GPU; one parameter's may be more
 STREAMS = 2
 SMALL = 2**20  # bytes of parameters that travel with a larger one
+BEHIND = 1  # units whose weights stay while those of the next come: else these would wait for them
 
 T = TypeVar("T")
 
@@ -127,6 +130,8 @@ class Streams:
         self.streams = [torch.cuda.Stream(device) for _ in range(STREAMS)] if cuda else []
         self.turns = 0
         self.ended: dict[Tensor, Any] = {}  # the event after an item's last body
+        # what other streams read, with the event after they have
+        self.read: deque[tuple[Any, Sequence[Tensor]]] = deque()
 
     @contextmanager
     def next(self, items: Sequence[Tensor]) -> Iterator[None]:
@@ -137,6 +142,10 @@ class Streams:
             return
         stream = self.streams[self.turns % STREAMS]
         self.turns += 1
+        while len(self.read) > BEHIND:
+            done, _ = self.read.popleft()  # and their memory goes back to the streams
+            for each in self.streams:
+                each.wait_event(done)
         stream.wait_stream(torch.cuda.current_stream())
         self.follow(stream, items)
         with torch.cuda.stream(stream):
@@ -148,6 +157,13 @@ class Streams:
         for item in items:
             if item in self.ended:
                 stream.wait_event(self.ended[item])
+
+    def let_go(self, tensors: Sequence[Tensor]) -> None:
+        """The current stream has read what bodies made, and waits for all others that have."""
+        for tensor in tensors:
+            vacate(tensor)
+        if self.streams and tensors:
+            self.read.append((torch.cuda.current_stream().record_event(), tensors))
 
     def mark(self) -> list[Any]:
         """Return the event after what a body has done so far; none on a CPU."""

@@ -17,9 +17,9 @@ from zpp_lab.codecs.kernels.table import signed
 from zpp_lab.engines.optim.states import MOMENTS, SCALE
 
 
-def serves(weight: Tensor) -> bool:
-    """Return whether the kernel updates this weight and all others of its model."""
-    return weight.is_cuda and use_kernels(weight)
+def serves(state: Tensor) -> bool:
+    """Return whether the kernel updates all weights, on the device of this part of their state."""
+    return state.is_cuda and use_kernels(state)
 
 
 def launch(

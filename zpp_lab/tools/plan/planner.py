@@ -291,6 +291,8 @@ def _place_line(outlook: Outlook) -> str:
     text = f"{', '.join(each)} of {len(outlook.plan.units)} units" if each else "nothing"
     if "masters" in outlook.placed:
         text += ", of masters the low planes"
+    if "weights" in outlook.placed:
+        text += ", as weights the high planes"
     text = f"In host memory: {text}."
     if not outlook.auto:
         return text

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -23,7 +23,7 @@ from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config, Plane
 from zpp_lab.engines.norm import square_bytes
 from zpp_lab.engines.optim import BATCH, SCRATCH, SPLITTING, StateKind, state_bytes
-from zpp_lab.engines.optim.host import STAGE, STREAMS, pinned_bytes, pinned_state_bytes
+from zpp_lab.engines.optim.host import BEHIND, STAGE, STREAMS, pinned_bytes, pinned_state_bytes
 from zpp_lab.engines.units import ROOT, far_names, is_untouched
 from zpp_lab.models.generate import is_captured
 from zpp_lab.models.lora import A as LORA_A
@@ -46,12 +46,12 @@ from zpp_lab.train.memory.trace import TracedActivations
 Acts = Activations | TracedActivations
 
 HALF = 2  # bytes of a plane
+HALVES: tuple[Plane, ...] = "masters", "weights"  # planes of so many
 CONTEXT = GIB  # assumed: a process's CUDA context, kernels, library workspaces
 NCCL = GIB // 2  # assumed: buffers of the process groups of one rank
 SAMPLED = 48  # bytes a logit while a token is drawn: words of Philox, noise and scores in fp64
-SUMMING = (
-    80 * AT_ONCE
-)  # bytes while telemetry adds up a part: nine fp64 an element, and the partial sums
+# bytes while telemetry adds up a part: nine fp64 an element, and the partial sums
+SUMMING = 80 * AT_ONCE
 
 
 def estimate(plan: Plan, config: Config, vocab: int) -> Estimate:
@@ -169,7 +169,7 @@ def passing_bytes(
     """Return the bytes of rank 0's rows that an update brings from host memory, and those that go
     back to it: all but gradients. far: names of parameters by what of them lies there."""
     both = optimizer_bytes([p], config.train.optimizer_state) * (p.name in far["moments"])
-    both += HALF * p.shard_numel * (p.name in far["masters"])
+    both += HALF * p.shard_numel * sum(p.name in far[plane] for plane in HALVES)
     each = HALF if config.train.masters == "split" else FP32
     return both + each * p.shard_numel * (p.name in far["gradients"]), both
 
@@ -220,11 +220,13 @@ class _Rank:
         trained = [p for u in self.plan.units for p in _trained(u)]
         place: Literal["gpu", "host"] = "host" if self.residence.offloads else "gpu"
         masters, grads = ("bf16 and rest", "bf16") if self.planes else ("fp32", "fp32")
-        low = [p for p in every if p.name in self.far["masters"]]
-        near = shard_bytes(every) - shard_bytes(low, HALF)
+        low, high = ([p for p in every if p.name in self.far[plane]] for plane in HALVES)
+        near = shard_bytes(every) - shard_bytes([*low, *high], HALF)
         return [
             Item(f"master weights, {masters}", always(near), place),
             Item("master weights, low planes", always(_pinned(low, HALF)), "host"),
+            Item("master weights, high planes", always(_pinned(high, HALF)), "host"),
+            Item("high planes, for gathers", always(self._brought({p.name for p in high}))),
             Item("frozen base, encoded", always(sum(u.stored.nbytes for u in self.plan.units))),
             *self._moments(trained, self.config.train.optimizer_state, place),
             *self._transfers(trained),
@@ -236,6 +238,12 @@ class _Rank:
             Item("gradient sums in the node", self._node_sums()),
             Item("secondary partition", always(secondary_bytes(self.plan)) | NOT_EVALUATED),
         ]
+
+    def _brought(self, names: Container[str]) -> int:
+        """Count the high planes of units gathered ahead, and of those just read."""
+        count = BEHIND + max(1, self.config.engine.prefetch)
+        units = ([p for p in u.unit.parameters if p.name in names] for u in self.plan.units)
+        return sum(sorted(shard_bytes(own, HALF) for own in units)[-count:])
 
     def _kept(self) -> int:
         """Count node-replicated weights: of every parameter one shard a node, as it is gathered."""
@@ -398,13 +406,8 @@ class _Rank:
         found |= {"eval": root + block, "eval loss": root}
         if not self.plan.recipe.config.again:
             every = root + self.weight * sum(map(_numel, self.units))
-            found |= {
-                "eval": every,
-                "eval loss": every,
-                "loss": every,
-                "early": every,
-                "early sent": every - block,
-            }
+            found |= {"eval": every, "eval loss": every, "loss": every, "early": every}
+            found["early sent"] = every - block
             if self.plan.micro_steps > 1:  # they stay until the last one's backward
                 found |= {"early sent": every, "late": every, "late sent": every}
         return found

@@ -1,7 +1,7 @@
 """A run's plan and memory against its machine's, and the placement that engine.place=auto means.
 
 The choice follows from settings and the sizes of both memories, never from what is free: gradients
-go first, then moments, then low planes of masters, of as few units as suffice.
+go first, then moments, then low planes of masters, then high ones, of as few units as suffice.
 """
 
 from __future__ import annotations

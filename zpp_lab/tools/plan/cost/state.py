@@ -1,4 +1,5 @@
-"""What updates, and gradients on their way to host memory, move over the bus and in GPU memory.
+"""What updates, gathers of weights that lie in host memory, and gradients on their way there move
+over the bus and in GPU memory.
 
 Parameters are updated in stages, in two streams: one stage comes in while another goes out
 (`engines/optim/host.py`). Both ways are taken to have half of what the bus carries in all.
@@ -13,6 +14,7 @@ from zpp_lab.codecs.layout import Parameter
 from zpp_lab.collectives.plan import Plan, UnitPlan
 from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config
+from zpp_lab.config.wires import BACKWARD, Wire
 from zpp_lab.engines.optim.host import stages
 from zpp_lab.engines.units import far_names
 from zpp_lab.tools.plan.cost.machine import Bus, Machine
@@ -76,6 +78,15 @@ class State:
         """Return the bytes of a unit's gradients that go to host memory."""
         gone = (p for p in trained(unit) if self._gone(p))
         return shard_bytes(gone, GRADIENT[self.masters])
+
+    def coming(self, unit: UnitPlan, wire: Wire, updated: bool) -> int:
+        """Return the bytes of a unit's weights that come from host memory for a gather. `updated`:
+        those that are trained came for their update."""
+        if self.plan.recipe.kept or (wire == BACKWARD and unit.keeps_secondary):
+            return 0  # the gather reads what nodes have
+        skip = unit.unit.stored | (unit.unit.trainable if updated else frozenset())
+        every = (p for p in unit.unit.parameters if p.name not in skip)
+        return shard_bytes((p for p in every if p.name in self.far["weights"]), HALF)
 
     def _gone(self, p: Parameter) -> bool:
         return p.name in self.far["gradients"]

@@ -13,8 +13,8 @@ new weights while these run.
 Then gradients are measured and clipped, AdamW runs and the host reads the loss. New node-replicated
 weights travel at the beginning of a step. With engine.place units are updated there too, each
 before its gather. Its state comes in while that of the unit before leaves, and a gradient leaves
-once it is reduced: a lane of the bus each way. With train.clip_by=unit a unit is updated once the
-next one is reduced.
+once it is reduced: a lane of the bus each way. Weights in host memory come before each other gather
+too. With train.clip_by=unit a unit is updated once the next one is reduced.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def replays(config: Config, own_loop: bool = True) -> bool:
     engine = config.engine
     wanted = engine.graph is True or (engine.graph == "auto" and own_loop)
     residence = Residence.of(config)
-    placed = residence.offloads or residence.waits or residence.gradients or residence.by_unit
+    moved = residence.waits or residence.gradients or residence.weights
+    placed = residence.offloads or moved or residence.by_unit
     return wanted and engine.device != "cpu" and not placed and not config.cluster.split
 
 
@@ -305,8 +306,7 @@ class _Step:
         deferred = self.state.residence.waits
         waits, ends = [*after, *(() if deferred else self.updated)], list[int]()
         for stage in self.state.stages(units):
-            lane = f"update: {self.turns % STREAMS}"
-            self.turns += 1
+            lane = self._turn()
             if stage.comes:
                 line.add("state in", lane, IN, stage.comes, waits)
             ends.append(line.add("optimizer", lane, "gpu", stage.update, waits))
@@ -315,6 +315,11 @@ class _Step:
                 ends += [] if deferred else [gone]
         self.updated = [line.add("mark", "update: end", None, 0.0, [*ends, *waits])]
         return self.updated[0]
+
+    def _turn(self) -> str:
+        """Return the next stream of transfers from host memory."""
+        self.turns += 1
+        return f"update: {(self.turns - 1) % STREAMS}"
 
     def _flush(self) -> float:
         """Return the seconds of a deferred update alone."""
@@ -369,13 +374,17 @@ class _Step:
         name = unit.unit.name
         if name in self.fetched:
             return
-        if self.state.residence.waits and name not in self.fresh:
+        updated = self.state.residence.waits and name not in self.fresh
+        if updated:
             self.fresh[name] = self._renew(self.line, [unit], [self.host])
         found = self.transfers.gather(unit, wire)
         place = len(self.decoded) + len(self.fetched) - self.ahead
         free = self.decoded[place] if 0 <= place < len(self.decoded) else None
         self._launch("gathers", self.machine.host.gather_s)
-        renewed = self.renewed.get(name), self.fresh.get(name)
+        renewed = [self.renewed.get(name), self.fresh.get(name)]
+        if coming := self.state.coming(unit, wire, updated):
+            lane, waits = self._turn(), [self.host, free, *renewed]
+            renewed += [self.line.add("state in", lane, IN, coming / self.state.way, waits)]
         end = self._ship(found, "gather", wire, [self.host, free, *renewed])
         self.fetched[name] = end, found.kernels[-1]
 
