@@ -3,7 +3,7 @@
 A template that marks the assistant's text (`{% generation %}`) is followed. With any other an
 assistant's turn is what it adds to the turns before it, less the header that asks for an answer.
 
-Other fields of a record are rendered, refused by name, or listed once as not read.
+Other fields of a record are rendered, refused by name, or listed once as left out.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Findings:
         if names:
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             listed = ", ".join(map(repr, names[:_NAMED]))
-            notes.append(f"data: fields not read: {listed}{more} (first: {self.unread[names[0]]})")
+            notes.append(f"data: fields left out of the text: {listed}{more} (first: {self.unread[names[0]]})")
         return notes
 
 

@@ -30,7 +30,7 @@ from zpp_lab.engines.base import Engine, NonFiniteError, StepResult
 from zpp_lab.engines.build import build_engine, pick_device
 from zpp_lab.engines.optim.build import learning_rate
 from zpp_lab.files import HELDOUT, METRICS, SUMMARY, is_full, write_atomic
-from zpp_lab.runs.metrics import Record, read, to_json
+from zpp_lab.runs.metrics import Record, encode, read, to_json
 from zpp_lab.runs.provenance import commit, machine_facts, note_commit, versions
 from zpp_lab.runs.tracker import Tracker
 from zpp_lab.runs.wandb.folder import read_summary, write_failure
@@ -42,6 +42,7 @@ from zpp_lab.train.profile import Profile
 from zpp_lab.train.resume import check_same_data, check_start, note_data, open_store, resume
 from zpp_lab.train.rl.learned import check_tokenizer
 from zpp_lab.train.rl.rewards import RewardError
+from zpp_lab.train.rl.rollouts import from_first
 from zpp_lab.train.speed import Meter
 from zpp_lab.train.tasks import Source, open_task
 from zpp_lab.train.time_slice import UNFINISHED, Signals, TimeSlice, writing_seconds
@@ -108,6 +109,7 @@ class Trainer:
             self.saved = self.began = self.step
             self.start_up.done("checkpoint")
             check_same_data(self.folder, data, resumed=self.step > 0)
+            self._make_up()
             rl = self.config.rl if self.config.task == "rl" else None
             self.divergence = DivergenceRule(self.train, self._losses(), rl)
             if self.rank == 0:
@@ -185,10 +187,8 @@ class Trainer:
             self.profile.before(self.step + 1)
             try:
                 result = self._step(engine, source, tracker)
-            except RewardError:  # its author mends it, and resumes
-                if self.saved < self.step:
-                    self._save(engine, tracker, to_go_on=True)
-                self.checkpoints.wait()
+            except RewardError:
+                self._keep(engine, tracker)
                 raise
             measured = self.meter.step(time.perf_counter() - began, result.seconds)
             self.step += 1
@@ -201,8 +201,12 @@ class Trainer:
             passed = time.perf_counter() - began
             if self.step > first:  # the first step here compiles, and says nothing of the next
                 longest = max(longest, passed)
+            failed: RewardError | None = None
             if self._due(self.train.eval_every, self.step):
-                record |= self.readout.evaluate(self.step)
+                try:
+                    record |= self.readout.evaluate(self.step)
+                except RewardError as error:  # `_make_up` evaluates when the run resumes
+                    failed = error
                 evaluation = max(evaluation, time.perf_counter() - began - passed)
             # what follows counts to the next step, which the engine may have begun
             seconds, began = seconds + (now := time.perf_counter()) - began, now
@@ -210,6 +214,9 @@ class Trainer:
             if tracker is not None:
                 tracker.log(record)
             self._look_at_losses(record, result)
+            if failed is not None:
+                self._keep(engine, tracker)
+                raise failed
             if self._saves(self.step):
                 self._save(engine, tracker)
                 began = time.perf_counter()
@@ -253,6 +260,24 @@ class Trainer:
             self.checkpoints.save(self.step, engine.state_dict(), to_go_on, origin)
         if to_go_on or not self.train.checkpoint_weights_only:
             self.saved = self.step
+
+    def _keep(self, engine: Engine, tracker: Tracker | None) -> None:
+        """Save the state before a reward's failure: its author mends it, and resumes."""
+        if self.saved < self.step:
+            self._save(engine, tracker, to_go_on=True)
+        self.checkpoints.wait()
+
+    def _make_up(self) -> None:
+        """Evaluate after the last step where a reward failed then, and add it to the step's line."""
+        if self.config.task != "rl" or not self.step:
+            return
+        path, due = self.folder / METRICS, self._due(self.train.eval_every, self.step)
+        rows = from_first(self.config, self.rank, lambda: read(path)[: self.step] if due else [])
+        if len(rows) < self.step or "heldout_loss" in rows[-1]:
+            return
+        rows[-1] |= self.readout.evaluate(self.step)
+        if self.rank == 0:
+            write_atomic(path, b"".join(map(encode, rows)).decode())
 
     def _pause(self, tracker: Tracker | None) -> Record:
         """End a time slice, with a checkpoint but no summary. {} but on rank 0."""

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from zpp_lab.config.load import load
 from zpp_lab.config.rl import RlConfig
+from zpp_lab.train.rl import rewards
 from zpp_lab.train.rl.rewards import RewardError, Scores, reward, score
 
 PROMPTS = ["3+4=5\n12+30=", "12+30=", "1+2+3="]
@@ -35,7 +38,10 @@ def test_weights_and_what_a_reward_does_not_judge() -> None:
     assert rl.weighted == {"exact": 1.0, "format": 0.2}
 
 
-@pytest.mark.parametrize("bad", [lambda **_: [1], lambda **_: [1, 2, float("nan")], lambda: [0]])
+BAD = [lambda **_: [1], lambda **_: [1, 2, float("nan")], lambda: [0], lambda **_: sys.exit()]
+
+
+@pytest.mark.parametrize("bad", BAD)
 def test_a_reward_that_fails_is_named(bad: Any) -> None:
     with pytest.raises(RewardError, match="mine"):
         score({"mine": bad}, PROMPTS, PROMPTS, {}, 5)
@@ -60,6 +66,13 @@ def test_an_unknown_reward_lists_the_valid_ones() -> None:
         ValueError, match=r"rl\.rewards.*additoin.*addition, exact, format, learned, sums"
     ):
         reward("additoin")
+
+
+def test_a_reward_that_does_not_load_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = Mock(value="theirs:reward", load=Mock(side_effect=KeyError("of their own")))
+    monkeypatch.setattr(rewards, "_entry_points", lambda: {"theirs": point})
+    with pytest.raises(ValueError, match=r"rl\.rewards.*theirs.*of their own"):
+        reward("theirs")
 
 
 @pytest.mark.parametrize(

@@ -240,8 +240,9 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, where: str, whole:
     assert same_end(other, whole)
 
 
+@pytest.mark.parametrize(("call", "steps"), [(3, 3), (4, 4)], ids=["heldout", "rollout"])
 def test_a_reward_that_raises_stops_the_run_with_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, steps: int
 ) -> None:
     whole = small(tmp_path, "whole", "train.checkpoint_every=0")
     run(whole)
@@ -249,7 +250,7 @@ def test_a_reward_that_raises_stops_the_run_with_a_checkpoint(
 
     def bad(prompts: list[str], **columns: Any) -> list[float]:
         calls.append(prompts)
-        return mine(prompts, **columns) if len(calls) < 4 else [1 / 0]
+        return mine(prompts, **columns) if len(calls) < call else [1 / 0]
 
     monkeypatch.setitem(rewards._SHIPPED, "mine", bad)
     config = small(tmp_path, "bad", "train.checkpoint_every=0")
@@ -257,10 +258,14 @@ def test_a_reward_that_raises_stops_the_run_with_a_checkpoint(
         run(config)
     failure = json.loads((folder_of(config) / "failure.json").read_text())
     assert failure["outcome"] == "crashed"
-    assert [p.name for p in (folder_of(config) / "checkpoints").glob("step-*")] == ["step-00000004"]
+    saved = [p.name for p in (folder_of(config) / "checkpoints").glob("step-*")]
+    assert saved == [f"step-{steps:08}"]
+    with pytest.raises(RewardError, match="mine"):  # not mended yet
+        run(config)
     monkeypatch.setitem(rewards._SHIPPED, "mine", mine)
     run(config)
     assert lines(config) == lines(whole)
+    assert same_end(config, whole)
 
 
 def test_a_reward_that_hangs_is_noted_and_replayed(

@@ -90,7 +90,7 @@ def reward(name: str) -> Reward:
         raise ValueError(f"rl.rewards: unknown reward {name!r}; valid names: {valid}")
     try:
         found: Reward = points[name].load()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
         raise ValueError(
             f"rl.rewards: cannot load {points[name].value!r} of {name!r} ({error}); fix or "
             "reinstall its package"
@@ -131,10 +131,11 @@ def score(
             signal.setitimer(signal.ITIMER_REAL, 0.0)  # it may have come while the limit ended
             late.append(name)
             rows.append([0.0] * len(completions))
-        except Exception as error:
-            raise RewardError(f"the reward {name!r} failed: {type(error).__name__}: {error}") from (
-                error
-            )
+        except (Exception, SystemExit) as error:
+            raise RewardError(
+                f"the reward {name!r} failed: {type(error).__name__}: {error}; mend it, and the "
+                "same command resumes"
+            ) from error
     return Scores(np.array(rows), tuple(late))
 
 
