@@ -268,7 +268,7 @@ class Trainer:
         self.checkpoints.wait()
 
     def _make_up(self) -> None:
-        """Evaluate after the last step where a reward failed then, and add it to the step's line."""
+        """Evaluate the last step where a reward failed then, and add that to its line."""
         if self.config.task != "rl" or not self.step:
             return
         path, due = self.folder / METRICS, self._due(self.train.eval_every, self.step)
