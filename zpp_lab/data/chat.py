@@ -57,7 +57,8 @@ class Findings:
         if names:
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             listed = ", ".join(map(repr, names[:_NAMED]))
-            notes.append(f"data: fields left out of the text: {listed}{more} (first: {self.unread[names[0]]})")
+            first = self.unread[names[0]]  # what the text leaves out, rewards get
+            notes.append(f"data: fields left out of the text: {listed}{more} (first: {first})")
         return notes
 
 
