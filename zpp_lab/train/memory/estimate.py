@@ -268,11 +268,9 @@ class _Rank:
             sum(m.nbytes for u in units for m in u.memories.values())
             for units in (self.plan.units, [self.unit], [self.root])
         )
-        sent: dict[Moment, int] = {
-            "early sent": (self.early + 1) * block,
-            "late sent": every - root,
-        }
-        late = max(0, every - root - block)
+        end = every - root
+        sent: dict[Moment, int] = {"early sent": (self.early + 1) * block, "late sent": end}
+        late = max(0, end - block)
         return moments(early=self.early * block, late=late, root=every, update=every) | sent
 
     def _encoding(self, unit: UnitPlan) -> int:
