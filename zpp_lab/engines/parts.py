@@ -169,7 +169,8 @@ class LoopParts(OwnPart):
         if bool((every != every[0]).any()):
             raise ValueError(
                 f"tp={self.tp}: ranks of one tensor-parallel group read different batches: give "
-                "them the same one, for instance by Sharded.reader of Sharded.readers"
+                "them the same one, number Sharded.reader of Sharded.readers (the data loaders of "
+                "Trainer and accelerate cannot)"
             )
 
     def scatter(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -200,6 +201,20 @@ class LoopParts(OwnPart):
             else:
                 own[name].grad = before
         self.aside = {}
+
+    def in_whole(self, name: str, p: Tensor) -> tuple[Tensor, int]:
+        """Return this rank's rows of a whole parameter, in fp32 and 0 where other parts have
+        theirs, and the first one's number."""
+        own, dim, shards = local(p).float(), cut_dim(name), self.plan.recipe.shards
+        height = p.shape[0] // self.tp if dim == ROWS else p.shape[0]
+        first, _ = own_rows((height,), shards, self.reader % shards)
+        if dim is None:
+            return own if self.part == 0 else own[:0], first
+        if dim == ROWS:
+            return own, self.part * height + first
+        rows, left = own.new_zeros(len(own), p.shape[1]), self.part * own.shape[1]
+        rows[:, left : left + own.shape[1]] = own
+        return rows, first
 
     def enter(self, phase: int) -> None:
         """Follow the plan of a phase."""

@@ -367,10 +367,12 @@ class Loop:
         shards = self.wrapped.plan.recipe.shards
         marks: Marks = {}
         for name, p in self._parameters().items():
-            if name in names:
+            if name in names and self.parts is not None:
+                marks[name] = mark(*self.parts.in_whole(name, p), p.shape)
+            elif name in names:
                 first, _ = own_rows(p.shape, shards, self.rank % shards)
                 marks[name] = mark(local(p).float(), first, p.shape)
-        return added(marks, self.device, self.group)
+        return added(marks, self.device, self.group if self.parts is None else None)
 
     # ------------------------------------------------------------------ between steps
 
@@ -403,7 +405,7 @@ class Loop:
         memory with what is used. Marks tell of which masters."""
         self.arrived = False
         kept = self._kept().state() if self._look(True) else self._kept().remembered()
-        names = kept if self.group is None else ()
+        names = kept if self.group is None or self.parts is not None else ()
         return self._state(kept) | {"marks": self.awaited or self._whole_marks(names)}
 
     def _state(self, kept: dict[str, DTensor]) -> dict[str, Any]:
