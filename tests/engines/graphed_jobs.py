@@ -115,10 +115,10 @@ def refusals(shape: str, device: torch.device, **more: Any) -> dict[str, list[st
     steps(pair, step, 4, 5)
     step(data(5, device))
     found["gradients"] = refused(lambda: step(data(6, device)))
-    found["twice"] = refused(lambda: pair[1].graphed(step.function))
     step.drop()
 
     pair, step = made()
+    found["twice"] = refused(lambda: pair[1].graphed(step.function))
     pair[0].set_requires_gradient_sync(False)
     passes(pair[0], data(0, device))
     pair[0].set_requires_gradient_sync(True)
@@ -133,6 +133,14 @@ def refusals(shape: str, device: torch.device, **more: Any) -> dict[str, list[st
 
     pair, step = made(updates)
     found["updates"] = refused(lambda: step(data(0, device)))
+
+    def by_hand(model: Any, given: Any) -> None:
+        passes(model, given)
+        with torch.no_grad():
+            next(model.parameters()).mul_(0.5)
+
+    pair, step = made(by_hand)
+    found["by hand"] = refused(lambda: step(data(0, device)))
 
     pair = new("zero3", shape, device, **more)
     passes(pair[0], data(0, device))

@@ -16,6 +16,7 @@ SAYS = {
     "waiting": "set_requires_gradient_sync",
     "no backward": "set_requires_gradient_sync",
     "updates": "sharded.graphed",
+    "by hand": "sharded.graphed",
     "late": "sharded.graphed",
     "twice": "sharded.graphed",
 }

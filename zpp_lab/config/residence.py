@@ -77,6 +77,16 @@ class Residence:
         """Whether something comes from host memory to be updated on the device."""
         return not self.offloads and any(getattr(self, plane) for plane in PLANES)
 
+    @property
+    def obstacle(self) -> str:
+        """Return why no CUDA graph can hold a step (`engine.graph`); "" where one can."""
+        moved = self.gradients or self.weights
+        if self.waits or (moved and not self.offloads):
+            return "engine.place brings state from host memory"
+        if self.by_unit:
+            return "train.clip_by=unit updates units within backward"
+        return "engine.offload=true updates on the host" if self.offloads else ""
+
     def far(self, units: int) -> dict[Plane, range]:
         """Return which of a plan's units, of which the root is the last, have each plane in host
         memory where the device updates it: the last blocks first, then the root."""

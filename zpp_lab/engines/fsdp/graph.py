@@ -389,13 +389,8 @@ def obstacle(device: torch.device, residence: Residence, static: bool) -> str:
     backends = dist.get_backend_config()
     if "cuda:nccl" not in backends:
         return f"transfers go over {backends}, not NCCL"
-    moved = residence.gradients or residence.weights
-    if residence.waits or (moved and not residence.offloads):
-        return "engine.place brings state from host memory"
-    if residence.by_unit:
-        return "train.clip_by=unit updates units within backward"
-    if residence.offloads:
-        return "engine.offload=true updates on the host"
+    if residence.obstacle:
+        return residence.obstacle
     if expandable_segments():
         return "expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
     if not static:

@@ -129,9 +129,8 @@ def compared(every: Sequence[Arm], overrides: Sequence[str]) -> list[Arm]:
     there = {(arm.maker, arm.config.engine.graph is True) for arm in every}
     cluster = every[0].config.cluster
     words = plain_words(cluster, gpus=every[0].config.engine.device != "cpu")
-    if (
-        _graphs(every) and not cluster.split
-    ):  # FSDP2's users can have one, too: of the way that was fastest with one
+    # FSDP2's users can have a graph, too: of the way that was fastest with one
+    if _graphs(every) and not cluster.split:
         words += [words[min(1, len(words) - 1)] + GRAPH]
     plain = [w for w in words if (OWN[w][0], w.endswith(GRAPH)) not in there]
     found = [*arms(plain, overrides)] if plain else []

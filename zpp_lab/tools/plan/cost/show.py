@@ -15,6 +15,7 @@ from rich.table import Table
 from zpp_lab.config.load import load, written
 from zpp_lab.config.parser import link_name
 from zpp_lab.config.parser import links as links
+from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config, EngineConfig
 from zpp_lab.study.speed.results import BASE, MAX, Measured, Predicted, Setting
 from zpp_lab.tools.plan.cost.machine import Machine, load_machine
@@ -104,8 +105,8 @@ def graph_line(config: Config, machine: Machine, found: dict[str, StepTime]) -> 
     engine, speeds = config.engine, [_gbps(link) for link in found]
     if engine.device == "cpu":
         return "Without a CUDA graph: engine.device=cpu."
-    if engine.place != "device" and not replays(config):
-        return "Without a CUDA graph: engine.place brings state from host memory."
+    if obstacle := Residence.of(config).obstacle:
+        return f"Without a CUDA graph: {obstacle}."
     if config.cluster.tp > 1:
         return (
             "Without a CUDA graph: tensor parts exchange in every pass. Assuming that the host "
@@ -113,8 +114,6 @@ def graph_line(config: Config, machine: Machine, found: dict[str, StepTime]) -> 
         )
     if config.cluster.split:
         return "Without a CUDA graph: stages exchange in every step."
-    if config.train.clip_by == "unit":
-        return "Without a CUDA graph: train.clip_by=unit updates units within backward."
     graph: bool | Literal["auto"] = False if replays(config) else "auto"
     other = times(replace(config, engine=replace(engine, graph=graph)), machine, speeds)
     eager = found if graph else other

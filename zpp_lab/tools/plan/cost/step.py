@@ -49,10 +49,8 @@ def replays(config: Config, own_loop: bool = True) -> bool:
     of FSDP2's own has one only where it is asked for."""
     engine = config.engine
     wanted = engine.graph is True or (engine.graph == "auto" and own_loop)
-    residence = Residence.of(config)
-    moved = residence.waits or residence.gradients or residence.weights
-    placed = residence.offloads or moved or residence.by_unit
-    return wanted and engine.device != "cpu" and not placed and not config.cluster.split
+    stays = not Residence.of(config).obstacle and not config.cluster.split
+    return wanted and engine.device != "cpu" and stays
 
 
 def predict(

@@ -127,9 +127,3 @@ class StepTime:
     flush_s: float = 0.0
     parts_s: float = 0.0
     stages_s: float = 0.0
-
-    @property
-    def shards_s(self) -> float:
-        """Seconds that gathers and reductions add, with what the host adds."""
-        own = self.compute_s + self.optimizer_s + self.parts_s + self.stages_s
-        return max(0.0, self.step_s - own)
