@@ -13,6 +13,7 @@ shift
 source experiments/kernels/env.sh
 unpack .whl-ds .site-ds
 export PATH="$PWD/.site-ds/bin:$PATH"  # ninja
+export CUDA_DEVICE_MAX_CONNECTIONS=32  # as `zpp-lab train` has it
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(nproc)}" NCCL_NVLS_ENABLE=0
 # registering pages that eight threads touched takes a third of the time of torch's usual pinning
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8

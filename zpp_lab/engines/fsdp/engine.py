@@ -181,7 +181,8 @@ class FsdpEngine(Engine):
             if self.residence.offloads:  # torch brings gradients to the host later
                 late = self.parameters
             far, waits = self.far["gradients"], self.residence.waits
-            return Resident(*where, far, waits, late, brought)
+            passing = set[str]().union(*self.far.values())
+            return Resident(*where, far, waits, late, brought, passing)
         how: Any = {"clip": self.config.train.clip, "watched": self.transport.watched}
         return ByUnit(*where, brought, optimizer=self.optimizer, **how)
 

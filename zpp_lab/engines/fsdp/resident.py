@@ -7,7 +7,9 @@ of a captured step, and of those that leave when they do. The norm adds the sums
 order, so it is known before any weight changes, and gradients that have left need not come back.
 
 The update has a stream of its own, on which a unit's planes come in, are updated and leave again
-(`CompactAdamW`) while the units before it compute. A unit's come in while those before it leave:
+(`CompactAdamW`) while the units before it compute. With each unit the next one begins of which
+something passes the bus, so that the bus is never idle before the last one has passed. A unit's
+planes come in while those before it leave:
 FSDP2's gathers wait for its new weights alone, and so does the computing stream, which lets go of
 the gradients only then. Units that a step does not run are updated after its first forward. So no
 backward overwrites a gradient that is still to be used.
@@ -52,7 +54,8 @@ Update = Callable[[Iterable[str]], tuple[object, list[Any]]]
 class Resident:
     """Of one rank. `far`: names of parameters whose gradients lie in host memory. `waits`: whether
     updates wait for the next forward. `late`: names of parameters whose gradients change after the
-    passes. `brought`: weights that come from host memory."""
+    passes. `brought`: weights that come from host memory. `passing`: names of parameters of which
+    something passes the bus to be updated."""
 
     def __init__(
         self,
@@ -65,6 +68,7 @@ class Resident:
         waits: bool,
         late: Container[str],
         brought: Brought | None = None,
+        passing: Collection[str] = (),
     ) -> None:
         self.brought = brought
         self.parameters, self.clock, self.device, self.late = parameters, clock, device, late
@@ -75,6 +79,9 @@ class Resident:
         self.pending: Update | None = None
         self.updated: set[str] = set()  # units, of those that it updates
         self.units = {u.unit.name: [p.name for p in u.unit.parameters] for u in plan.units}
+        # weights that come for a gather would lie about until then
+        some = set(passing) if brought is None else set()
+        self.passing = [unit for unit, names in self.units.items() if some.intersection(names)]
         # by unit, until the computing stream waits for its weights: their events, and what the
         # update reads
         self.under_way: dict[str, tuple[list[Any], object]] = {}
@@ -173,6 +180,8 @@ class Resident:
     ) -> None:
         if self.pending is not None:
             self._update(unit)
+            for other in [u for u in self.passing if u not in self.updated][:1]:
+                self._update(other)
         if self.brought is not None and group.is_sharded:
             with self._beside():
                 came = self.brought.bring(unit)
