@@ -10,7 +10,7 @@ import pytest
 from tests.engines.fsdp_world import run_world
 from tests.test_loops import GUIDE
 from tests.trainer_jobs import FAST, SLOW, jobs
-from zpp_lab.engines.fsdp.hugging_face import refuse
+from zpp_lab.engines.fsdp.loops.hugging_face import refuse
 
 Answers = dict[str, Any]
 

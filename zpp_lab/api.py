@@ -17,9 +17,10 @@ model stays an ordinary module: its parameters are DTensors, its forward takes t
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,11 +42,19 @@ from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.codec import Dtype
 from zpp_lab.config.compose import compose
 from zpp_lab.config.load import load
-from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig
+from zpp_lab.config.schema import (
+    ClusterConfig,
+    Config,
+    EngineConfig,
+    Plane,
+    RecipeConfig,
+    TrainConfig,
+)
 from zpp_lab.engines.build import parts_plan
-from zpp_lab.engines.fsdp.graphed import Graphed
-from zpp_lab.engines.fsdp.hugging_face import mark
-from zpp_lab.engines.fsdp.loop import Loop
+from zpp_lab.engines.fsdp.loops.graphed import Graphed
+from zpp_lab.engines.fsdp.loops.hugging_face import mark
+from zpp_lab.engines.fsdp.loops.loop import Loop
+from zpp_lab.engines.fsdp.loops.placed import PlacedAdamW, Placing
 from zpp_lab.engines.fsdp.mesh import Ranks
 from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
 from zpp_lab.engines.optim.shards import local
@@ -55,6 +64,7 @@ from zpp_lab.files import amount, missing, percents, read_yaml
 from zpp_lab.models import cut_model
 from zpp_lab.models.cut import Parted
 from zpp_lab.train.launch.place import enter, placed, prepare_graphs
+from zpp_lab.train.memory.outlook import placed_state
 
 T = TypeVar("T")
 TOKENS = 4096  # of a tensor part, for which the summary takes the bytes of one
@@ -150,6 +160,41 @@ class Sharded:
         """
         return Graphed(function, self.loop, self.transport)
 
+    def adamw(
+        self,
+        params: Iterable[Any] | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        clip: float | None = None,
+    ) -> torch.optim.Optimizer:
+        """Return AdamW for the model, before its first forward with gradients. With what `shard`
+        was asked for by place, masters, optimizer_state or clip_by no other optimizer can update
+        it; without any of these it is torch's.
+
+        params: parameters or groups of them, as torch's optimizers take; None: all.
+        clip: with clip_by="unit" each unit's largest gradient norm.
+
+        Its `step` takes gradients away: `p.grad` is None afterwards. It waits for the device once
+        and raises NonFiniteError, an ArithmeticError, before any weight changes, where the norm is
+        not finite. With state in host memory a unit is updated just before its next forward;
+        whoever looks at a parameter or at the optimizer's state before that finds it updated.
+        """
+        placing, own = self.loop.placing, self.model.parameters() if params is None else params
+        if (clip is not None) != (placing is not None and placing.residence.by_unit):
+            raise ValueError(
+                f"sharded.adamw(clip={clip}): clip_by='unit' of zpp_lab.shard needs it, and "
+                "nothing else has it: clip by sharded.clip_grad_norm_"
+            )
+        how: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        if placing is None:
+            return torch.optim.AdamW(own, **how)
+        if self.loop.placed is not None:
+            raise ValueError("sharded.adamw was called before: a model has one optimizer")
+        self.loop.placed = PlacedAdamW(own, self.loop, placing, clip or 0.0, **how)
+        return self.loop.placed
+
     def step(self) -> None:
         """Tell the loop that an optimizer outside of torch has updated the weights."""
         self.loop.updated()
@@ -179,7 +224,10 @@ class Sharded:
     @torch.no_grad()
     def clip_grad_norm_(self, limit: float) -> Tensor:
         """Clip to `limit` and return the norm, fp64. Sums in rank order, the same in every run. In
-        a mesh with other dimensions torch's own clips, over all of them."""
+        a mesh with other dimensions torch's own clips, over all of them. With an optimizer by
+        `adamw` gradients stay as they are, and its step clips them."""
+        if self.loop.placed is not None:
+            return self.loop.placed.clip(limit)
         if not (self.whole or self.parts is not None):
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
             return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -216,6 +264,12 @@ def shard(
     gather: Literal["auto", "flat", "hierarchical"] = "auto",
     timeout_seconds: float = 300.0,
     transport: Choice = "auto",
+    place: Literal["device", "host", "auto"] | Mapping[Plane, int] = "device",
+    masters: Literal["fp32", "split"] = "fp32",
+    optimizer_state: Literal["fp32", "bf16", "8bit"] = "fp32",
+    clip_by: Literal["norm", "unit"] = "norm",
+    gpu_gib: float | None = None,
+    host_gib: float | None = None,
 ) -> Sharded:
     """Shard `model` in place and return it with its plan; every rank makes the same call.
 
@@ -238,9 +292,13 @@ def shard(
     seed: of noise; `zpp-lab train` takes its run's.
     steps: of the run, for a recipe whose phases begin after a share of them.
     transport: how bytes get to other ranks (engine.transport).
+    place, masters, optimizer_state, clip_by: as engine.place and train.* of these names, with the
+        same bits; the optimizer is then `Sharded.adamw`.
+    gpu_gib, host_gib: with place="auto" what training state may take of a GPU, without activations,
+        and a host's memory, of all its ranks.
 
-    ValueError when the recipe does not fit the cluster, units overlap or share a parameter, or the
-    model has no tensor parts.
+    ValueError when the recipe does not fit the cluster, units overlap or share a parameter, the
+    model has no tensor parts, or settings do not go together.
     """
     config = _recipe(recipe)
     if isinstance(model, FSDPModule):
@@ -277,6 +335,19 @@ def shard(
             "dimensions: leave it out, or shard over all of them"
         )
     cells = {first: each.cell(part) if each.parts else each for first, each in plans.items()}
+    asked = (place, masters, optimizer_state, clip_by, gpu_gib, host_gib)
+    placing = None
+    if asked != ("device", "fp32", "fp32", "norm", None, None):
+        if whole is not None or not picked.whole:
+            raise ValueError(
+                "place, masters, optimizer_state and clip_by need a mesh of all ranks without "
+                "other dimensions: leave them out, or shard over all of them"
+            )
+        dtypes = param_dtype, reduce_dtype
+        settings = _settings(asked, config, picked.cluster, dtypes, seed, steps)
+        settings = placed_state(settings, plan)
+        if settings.engine.place != "device" or asked[1:4] != ("fp32", "fp32", "norm"):
+            placing = Placing.of(settings, plan, model, dist.get_rank() % checked.shards)
     device = _device(model, mesh)
     watchdog = Watchdog(timeout_seconds)
     ranks = connect(picked.cluster, watchdog, transport, device, picked.ranks)
@@ -291,6 +362,8 @@ def shard(
         parts.place(wrapped, device)
     mark(model, picked.cluster.world)
     loop = Loop(model, wrapped, device, ranks, parts)
+    if placing is not None:
+        loop.place(placing)
     return Sharded(model, plan, wrapped, watchdog, loop, picked.whole, ranks, parts)
 
 
@@ -310,6 +383,33 @@ def _recipe(given: RecipeConfig | Mapping[str, Any] | Path | str) -> RecipeConfi
     if not path.is_file():
         raise ValueError(f"recipe {path}: {missing(path, 'file')}")
     return load(RecipeConfig, {"name": path.stem, **read_yaml(path)})
+
+
+def _settings(
+    asked: tuple[Any, ...],
+    recipe: RecipeConfig,
+    cluster: ClusterConfig,
+    dtypes: tuple[Dtype, Dtype],
+    seed: int,
+    steps: int | None,
+) -> Config:
+    """Return them as a run has them, which checks them; ValueError names `shard`'s arguments."""
+    place, masters, optimizer_state, clip_by, gpu_gib, host_gib = asked
+    engine: dict[str, Any] = {"place": place if isinstance(place, str) else dict(place)}
+    engine |= {"gpu_gib": gpu_gib, "host_gib": host_gib}
+    train: dict[str, Any] = {"masters": masters, "clip_by": clip_by}
+    train |= {"optimizer_state": optimizer_state, "steps": sys.maxsize if steps is None else steps}
+    train |= dict(zip(("param_dtype", "reduce_dtype"), dtypes, strict=True))
+    try:
+        return Config(
+            seed=seed,
+            recipe=recipe,
+            cluster=cluster,
+            engine=EngineConfig(name="fsdp", **engine),
+            train=TrainConfig(**train),
+        )
+    except ValueError as error:
+        raise ValueError(re.sub(r"\b(train|engine)\.", "", str(error))) from error
 
 
 def _own_dtype(model: nn.Module) -> Dtype:

@@ -6,12 +6,13 @@ Whatever needs to know where something lies asks `Residence.of`, not the setting
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from zpp_lab.config.schema import Config, Plane, TrainConfig
 
+T = TypeVar("T")
 Place = Literal["device", "host"]
 PLANES: tuple[Plane, ...] = get_args(Plane)
 EVERY = 2**31  # more units than a model has
@@ -27,6 +28,29 @@ def movable(train: TrainConfig) -> tuple[Plane, ...]:
         found = LEAVING
     # clipped by unit, gradients are not stored
     return tuple(p for p in found if p != "gradients" or train.clip_by == "norm")
+
+
+def fewest(
+    planes: Sequence[Plane], units: int, at: Callable[[Any], T], over: Callable[[T], int]
+) -> T:
+    """Return `at` of the engine.place that moves as few units' state as suffices for `over`, bytes
+    too many on the GPU, to be 0; where none does, of all these planes."""
+    best = at("device")
+    counts: dict[str, int] = {}
+    for plane in planes:
+        if not over(best):
+            break
+        best = at(counts | {plane: units})
+        low, high = 1, units
+        while not over(best) and low < high:  # fewer may do
+            middle = (low + high) // 2
+            less = at(counts | {plane: middle})
+            if over(less):
+                low = middle + 1
+            else:
+                best, high = less, middle
+        counts[plane] = units
+    return best
 
 
 @dataclass(frozen=True)

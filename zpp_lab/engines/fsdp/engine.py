@@ -38,7 +38,7 @@ from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp.graph import Launched, StepGraph, obstacle
 from zpp_lab.engines.fsdp.kept import Kept
 from zpp_lab.engines.fsdp.prefetch import InVain, Laps, Prefetch, Usage
-from zpp_lab.engines.fsdp.resident import Brought, ByUnit, Masters, Resident
+from zpp_lab.engines.fsdp.resident import Brought, ByUnit, Masters, Resident, updates
 from zpp_lab.engines.fsdp.rollout import all_agree, rolled_bytes, rolling, rollout_traffic
 from zpp_lab.engines.fsdp.sent import Sent
 from zpp_lab.engines.fsdp.state import EngineState
@@ -432,7 +432,7 @@ class FsdpEngine(Engine):
         self.kept.wait()
         waits = self.residence.waits
         whole = self.residence.passes and not waits
-        update = self.state.updates(step, factor, ok, grads, whole)
+        update = updates(self.optimizer, self.parameters, step, factor, ok, grads, whole)
         self.kept.send(step + 1, ok, sent, watch, update)
         if waits:
             self.resident.defer(update)

@@ -51,6 +51,33 @@ from zpp_lab.engines.optim.shards import local, sharded_as
 Update = Callable[[Iterable[str]], tuple[object, list[Any]]]
 
 
+def updates(
+    optimizer: AdamW,
+    parameters: Mapping[str, nn.Parameter],
+    step: int,
+    factor: Tensor | None,
+    ok: Tensor,
+    grads: Mapping[str, Tensor],
+    whole: bool,
+) -> Update:
+    """Take all gradients; returns what updates the parameters of given names that have one, each
+    once: clipped by `factor`, and unchanged where `ok` is false on the device. `whole`: update all
+    of them now, as their states come from host memory while others go back."""
+    found = dict(grads)
+    optimizer.zero_grad(set_to_none=True)
+    change = begin(optimizer, ok, step, factor, whole)
+
+    def update(names: Iterable[str]) -> tuple[object, list[Any]]:
+        taken = [name for name in names if name in found]
+        own: dict[Tensor, Tensor] = {parameters[n]: found.pop(n) for n in taken}
+        ends = change(own)
+        return own, ends or []
+
+    if whole:
+        update(parameters)
+    return update
+
+
 class Resident:
     """Of one rank. `far`: names of parameters whose gradients lie in host memory. `waits`: whether
     updates wait for the next forward. `late`: names of parameters whose gradients change after the
@@ -121,6 +148,10 @@ class Resident:
         """A reduction has left a gradient: send it to host memory. Runs on its stream."""
         assert p.grad is not None
         own, p.grad = local(p.grad), None
+        self._send(name, own)
+
+    def _send(self, name: str, own: Tensor) -> None:
+        """Add a gradient to what lies in host memory, on the current stream."""
         if own.is_cuda:
             own.record_stream(torch.cuda.current_stream(self.device))
         if name not in self.rooms:
@@ -399,7 +430,7 @@ class Masters:
             if p.is_meta:
                 p.data = p.data.to(torch.bfloat16)
             else:
-                p.data, self.whole[name] = split(p.detach())
+                p.data, self.whole[name] = split(p.detach().float())
 
     def move_out(
         self, modules: Iterable[nn.Module], names: Mapping[int, str], device: torch.device

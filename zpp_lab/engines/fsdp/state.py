@@ -13,11 +13,10 @@ from zpp_lab.codecs.planes import joined
 from zpp_lab.engines.frozen import check_marks
 from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp.kept import Kept, on_ranks
-from zpp_lab.engines.fsdp.resident import Masters, Update
+from zpp_lab.engines.fsdp.resident import Masters
 from zpp_lab.engines.fsdp.wrap import Wrapped
 from zpp_lab.engines.optim.build import (
     AdamW,
-    begin,
     check_state,
     optimizer_state,
     zero_state,
@@ -47,26 +46,6 @@ class EngineState:
         self.regions = regions
         self.names = regions.names if regions is not None else set(parameters)
         self.rank, self.shards = wrapped.memories.ranks[0], wrapped.plan.recipe.shards
-
-    def updates(
-        self, step: int, factor: Tensor | None, ok: Tensor, grads: Mapping[str, Tensor], whole: bool
-    ) -> Update:
-        """Take all gradients; returns what updates the parameters of given names that have one,
-        each once: clipped by `factor`, and unchanged where `ok` is false on the device. `whole`:
-        update all of them now, as their states come from host memory while others go back."""
-        found = dict(grads)
-        self.optimizer.zero_grad(set_to_none=True)
-        change = begin(self.optimizer, ok, step, factor, whole)
-
-        def update(names: Iterable[str]) -> tuple[object, list[Any]]:
-            taken = [name for name in names if name in found]
-            own: dict[Tensor, Tensor] = {self.parameters[n]: found.pop(n) for n in taken}
-            ends = change(own)
-            return own, ends or []
-
-        if whole:
-            update(self.parameters)
-        return update
 
     def save(self) -> State:
         """Sharded weights (DTensors), and the optimizer's state, both by parameter name."""

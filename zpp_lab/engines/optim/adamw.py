@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs.planes import joined, split
+from zpp_lab.codecs.planes import joined, row_marks, split
 from zpp_lab.config.residence import PLANES, Plane
 from zpp_lab.engines.optim import host
 from zpp_lab.engines.optim import update as kernel
@@ -87,6 +87,7 @@ class CompactAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.kind, self.seed, self.low, self.high = kind, seed, low or {}, high or {}
         self.far: dict[Plane, Set[Tensor]] = {p: (far or {}).get(p, set()) for p in PLANES}
+        self.marked: dict[Tensor, Tensor] = {}  # row_marks of high planes that others may write
         self.grads: Mapping[Tensor, Tensor] = {}  # of the parameters under way
         self.near: dict[Tensor, dict[str, Tensor]] = {}  # what came from host memory for them
         # of `high` what an update left on the device, for gathers
@@ -179,10 +180,12 @@ class CompactAdamW(torch.optim.Optimizer):
         """Update parameters and what `_parts` returns; without noise by the kernel."""
         if self.noise is None:
             self._by_kernel(group, parameters)
-            return
-        blocks = self._row_blocks(group, parameters, self.noise)
-        for batch in host.together(blocks, lambda block: block.weight.numel(), BATCH):
-            _update(batch, self.ok)
+        else:
+            blocks = self._row_blocks(group, parameters, self.noise)
+            for batch in host.together(blocks, lambda block: block.weight.numel(), BATCH):
+                _update(batch, self.ok)
+        for p in self.marked.keys() & parameters:
+            self.marked[p].copy_(row_marks(local(p)))
 
     @contextmanager
     def _passing(self, parameters: list[Tensor], whole: bool) -> Iterator[None]:

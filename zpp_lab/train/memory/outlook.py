@@ -12,12 +12,21 @@ from typing import Any
 
 from zpp_lab.collectives.plan import Plan
 from zpp_lab.config.load import written
-from zpp_lab.config.residence import LEAVING, Residence, movable
+from zpp_lab.config.residence import LEAVING, Residence, fewest, movable
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import plan_of, vocabulary
+from zpp_lab.engines.optim.host import STAGE, STREAMS
+from zpp_lab.engines.units import far_names
 from zpp_lab.runs.provenance import gpu_memory
 from zpp_lab.train.memory.buffers import GIB, Estimate
-from zpp_lab.train.memory.estimate import estimate
+from zpp_lab.train.memory.estimate import (
+    FP32,
+    HALF,
+    estimate,
+    optimizer_bytes,
+    passing_bytes,
+    shard_bytes,
+)
 
 DEFAULT_GIB = 80.0  # of a GPU where none is seen
 ROOM = 16  # a GPU's part that engine.place=auto leaves to torch's allocator: 5 of 80 GiB
@@ -85,23 +94,8 @@ def _chosen(config: Config, device: int, host: int | None) -> Outlook:
         phases = tuple(replace(phase, auto=True) for phase in found.phases)
         return replace(found, auto=True, phases=phases)
 
-    best = at("device")
-    counts: dict[str, int] = {}
-    units = len(best.plan.units)
-    for plane in movable(config.train):
-        if not best.over[0]:
-            break
-        best = at(counts | {plane: units})
-        low, high = 1, units
-        while not best.over[0] and low < high:  # fewer may do
-            middle = (low + high) // 2
-            less = at(counts | {plane: middle})
-            if less.over[0]:
-                low = middle + 1
-            else:
-                best, high = less, middle
-        counts[plane] = units
-    return best
+    units = len(at("device").plan.units)
+    return fewest(movable(config.train), units, at, lambda found: found.over[0])
 
 
 def deepest(outlook: Outlook) -> Outlook | None:
@@ -148,4 +142,72 @@ def described(outlook: Outlook) -> str:
         f"{written(outlook.config.engine.place)}, of {len(outlook.plan.units)} units; "
         f"{held.peak / GIB:.1f} of {outlook.budget / GIB:.1f} GiB a GPU, {held.host / GIB:.1f}{of} "
         "GiB of host memory a rank"
+    )
+
+
+def state_held(config: Config, plan: Plan) -> tuple[int, int]:
+    """Return the bytes of rank 0's masters, moments and gradients on the GPU, with what passes it,
+    and in host memory."""
+    far, train = far_names(plan, Residence.of(config)), config.train
+    every = [p for u in plan.units for p in u.unit.parameters]
+    names = {name for u in plan.units for name in u.unit.trainable}
+    trained = [p for p in every if p.name in names]
+    kept = HALF if train.masters == "split" else FP32
+    stored = shard_bytes(trained, kept) if train.clip_by == "norm" else 0
+    whole = shard_bytes(every) + optimizer_bytes(trained, train.optimizer_state) + stored
+    gone = [passing_bytes(p, config, far)[0] for p in trained]
+    low = shard_bytes((p for p in every if p.name in far["masters"] - names), HALF)
+    host = sum(gone) + low
+    passing = min(sum(gone), STREAMS * max([STAGE, *gone]))
+    return whole - host + passing, host
+
+
+def placed_state(config: Config, plan: Plan) -> Config:
+    """Return a user training loop's settings with what place=auto means to its training state by
+    engine.gpu_gib and engine.host_gib; what activations take is not known. ValueError says by how
+    much the state does not fit, and what would."""
+    engine = config.engine
+    if engine.place != "auto":
+        if engine.gpu_gib or engine.host_gib:
+            raise ValueError("gpu_gib and host_gib are read by place='auto' alone: leave them out")
+        return config
+    if not engine.gpu_gib:
+        raise ValueError(
+            "place='auto' cannot see what activations take: set gpu_gib to what training state may "
+            "take of a GPU, or place to a placement"
+        )
+    gpu = int(engine.gpu_gib * GIB)
+    host = host_part(config, engine.host_gib * GIB) if engine.host_gib else None
+
+    def over(one: Config) -> tuple[int, int]:
+        held = state_held(one, plan)
+        return max(0, held[0] - gpu), 0 if host is None else max(0, held[1] - host)
+
+    def best(one: Config) -> Config:
+        def at(place: Any) -> Config:
+            return replace(one, engine=replace(engine, place=place))
+
+        planes = [plane for plane in movable(one.train) if plane != "weights"]
+        return fewest(planes, len(plan.units), at, lambda found: over(found)[0])
+
+    chosen = best(config)
+    if not any(over(chosen)):
+        return chosen
+    ways, changes = "more ranks, or larger budgets", dict[str, Any]()
+    for name, value in (("masters", "split"), ("optimizer_state", "8bit"), ("clip_by", "unit")):
+        more = changes | {name: value}
+        both = more | {"param_dtype": "bf16"} if "masters" in more else more
+        try:
+            other = replace(config, train=replace(config.train, **both))
+        except ValueError:
+            continue  # it does not go with the rest
+        changes = more
+        if not any(over(best(other))):
+            ways = ", ".join(f"{key}={new!r}" for key, new in both.items())
+            break
+    held = state_held(chosen, plan)
+    raise ValueError(
+        f"place='auto': training state takes {held[0] / GIB:.2f} of gpu_gib={engine.gpu_gib:g} GiB "
+        f"of a GPU and {held[1] / GIB:.2f} GiB of host memory a rank"
+        f"{'' if host is None else f', which has {host / GIB:.2f}'}: use {ways}"
     )

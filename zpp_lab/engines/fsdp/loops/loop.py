@@ -31,7 +31,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from zpp_lab.codecs.numerics import total_norm
 from zpp_lab.collectives.plan import no_bytes
@@ -42,8 +46,9 @@ from zpp_lab.engines.fsdp.base import added, own_rows
 from zpp_lab.engines.fsdp.comm import in_backward, managed, parameter_order, retrain
 from zpp_lab.engines.fsdp.gradients import on_forward
 from zpp_lab.engines.fsdp.graph import StepGraph
-from zpp_lab.engines.fsdp.hugging_face import refuse
 from zpp_lab.engines.fsdp.kept import Kept, on_ranks
+from zpp_lab.engines.fsdp.loops.hugging_face import refuse
+from zpp_lab.engines.fsdp.loops.placed import USE, PlacedAdamW, Placing
 from zpp_lab.engines.fsdp.rollout import rolled_bytes, rolling, rollout_traffic
 from zpp_lab.engines.fsdp.wrap import Wrapped
 from zpp_lab.engines.norm import squares
@@ -51,6 +56,11 @@ from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.parts import LoopParts
 from zpp_lab.engines.rollout import STALE
 from zpp_lab.engines.units import check_dtypes
+
+OTHER = (
+    "zpp_lab.shard with place, masters, optimizer_state or clip_by keeps state that other "
+    f"optimizers do not know: {USE}"
+)
 
 
 class Loop:
@@ -66,7 +76,9 @@ class Loop:
         parts: LoopParts | None = None,
     ) -> None:
         self.model, self.wrapped, self.device, self.parts = model, wrapped, device, parts
-        self.rank, self.group = transport.rank, transport.group
+        self.rank, self.group, self.watched = transport.rank, transport.group, transport.watched
+        self.placing: Placing | None = None  # what `shard` was asked for
+        self.placed: PlacedAdamW | None = None  # the optimizer that goes with it
         self.begun = False  # whether a step is under way
         self.norm_at_end: Tensor | None = None  # of a step that an optimizer has ended
         self.kept = Kept(wrapped.installed, {}, self.group)
@@ -89,7 +101,7 @@ class Loop:
         names = {id(p): n for n, p in model.named_parameters()}
         self.names = [n for module in self.modules for n in parameter_order(module, names)]
         if parts is not None:
-            parts.parameters = self._parameters
+            parts.parameters = self.parameters
         for module in self.modules:
             on_forward(module, before=self._before, after=self._after)
         for unit in wrapped.installed:
@@ -103,22 +115,39 @@ class Loop:
     @torch.no_grad()
     def norm(self) -> Tensor:
         """Of the gradients, fp64: sums in rank order, the same in every run."""
-        grads = {n: local(p.grad) for n, p in self._parameters().items() if p.grad is not None}
-        recipe, parts, group, tp = self.wrapped.plan.recipe, self.parts, self.group, 1
-        if parts is not None:
-            grads, group, tp = parts.counted(grads), None, parts.tp
-        own = squares(grads, self.wrapped.plan, self.device)
+        grads = {n: local(p.grad) for n, p in self.parameters().items() if p.grad is not None}
+        if self.parts is not None:
+            grads = self.parts.counted(grads)
+        return self.total(squares(grads, self.wrapped.plan, self.device))
+
+    def total(self, own: Tensor) -> Tensor:
+        """Return the norm of which each rank has its own squares' sum, fp64."""
+        recipe, group, tp = self.wrapped.plan.recipe, self.group, 1
+        if self.parts is not None:
+            group, tp = None, self.parts.tp
         every = own.new_empty(recipe.cluster.world * tp)
         all_gather(every, own.view(1), group=group)
         return total_norm(every[: recipe.shards * tp])
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
+    def parameters(self) -> dict[str, nn.Parameter]:
         """Return the masters, also while whole weights are in their places; `to_empty` may have
         replaced them."""
         own = [p.sharded_param for module in self.modules for p in managed(module)]
         return dict(zip(self.names, own, strict=True))
 
     # ------------------------------------------------------------------ what the loop does
+
+    def place(self, placing: Placing) -> None:
+        """State lies where `placing` says: no optimizer but its own may step."""
+        self.placing, self.kept.low = placing, placing.masters.low
+        placing.keep(self.parameters())
+        handle = register_optimizer_step_pre_hook(partial(_refuse_other, weakref.ref(self)))
+        weakref.finalize(self, handle.remove)
+
+    def ended(self, norm: Tensor) -> None:
+        """The optimizer of `placing` has taken a step's gradients, of this norm."""
+        if self.begun:
+            self.norm_at_end = norm
 
     def updated(self) -> None:
         """An optimizer, of torch or not, has stepped."""
@@ -132,6 +161,8 @@ class Loop:
                 "complete"
             )
         if self.norm_at_end is None:
+            if self.placing is not None:
+                raise ValueError(OTHER)
             self.norm_at_end = self.norm() if self.follows_updates else torch.zeros(())
         if self.kept.updates:
             self.marked = self.marks()
@@ -162,6 +193,8 @@ class Loop:
             return
         self.outer, self.arrived = None, False
         self.wrapped.fallbacks.check(allowed=False)
+        if self.placed is not None:
+            self.placed.resident.settle()
         self.kept.wait()  # an optimizer may step next
         if not torch.is_grad_enabled():
             self.wrapped.reshard()  # an optimizer may step before the next forward
@@ -256,6 +289,10 @@ class Loop:
     def begin(self) -> None:
         """Begin a step, or after a backward a further micro-step."""
         clock, reduces, first = self.wrapped.clock, self.wrapped.reduces, not self.begun
+        if self.placing is not None:
+            if self.placed is None:
+                raise ValueError(f"a forward with gradients before the optimizer was made: {USE}")
+            self.placed.forward(first)
         if first:
             self.begun, clock.micro = True, 0
             self.taken, self.digest = [], hashlib.sha256()
@@ -282,7 +319,7 @@ class Loop:
 
     def _follow_trained(self) -> None:
         """Plan again where other parameters are trained from this step on."""
-        wrapped, own, changed = self.wrapped, self._parameters(), False
+        wrapped, own, changed = self.wrapped, self.parameters(), False
         for module, reduce in zip(self.modules, wrapped.reduces, strict=False):
             trained = reduce.present.trained()
             if self.begun and wrapped.installed and (new := trained - reduce.present.known):
@@ -360,13 +397,13 @@ class Loop:
         return any(self.every(int(self.marks() != self.marked)))
 
     def marks(self) -> Tensor:
-        return mark_all([local(p) for p in self._parameters().values()], self.device)
+        return mark_all([local(p) for p in self.parameters().values()], self.device)
 
     def _whole_marks(self, names: Collection[str]) -> Marks:
         """Add up the bits of whole parameters, which gives the same however they are sharded."""
         shards = self.wrapped.plan.recipe.shards
         marks: Marks = {}
-        for name, p in self._parameters().items():
+        for name, p in self.parameters().items():
             if name in names and self.parts is not None:
                 marks[name] = mark(*self.parts.in_whole(name, p), p.shape)
             elif name in names:
@@ -379,7 +416,7 @@ class Loop:
     def settle(self) -> None:
         """Bring the step to its end, if it has ended."""
         norm = self.norm_at_end
-        dropped = self.taken and all(p.grad is None for p in self._parameters().values())
+        dropped = self.taken and all(p.grad is None for p in self.parameters().values())
         if not self.begun or (norm is None and not dropped):
             return
         if not self.taken:  # others may have reduced something
@@ -395,7 +432,7 @@ class Loop:
         clock.step, clock.micro = clock.step + 1, 0
 
     def _kept(self) -> Kept:
-        self.kept.parameters = self._parameters() if self.kept.updates else {}
+        self.kept.parameters = self.parameters() if self.kept.updates else {}
         return self.kept
 
     # ------------------------------------------------------------------ its state
@@ -415,7 +452,7 @@ class Loop:
             if key not in memories.old:  # of a fresh process too, for a checkpoint to be read into
                 nothing = torch.zeros(own.rows, own.numel, device=self.device)
                 memories.old[key] = own.memory.pack(nothing)[None]
-        remembered = on_ranks(memories.state(), self._parameters())
+        remembered = on_ranks(memories.state(), self.parameters())
         return {"step": self.wrapped.clock.step, "kept": kept, "memory": remembered}
 
     @torch.no_grad()
@@ -435,7 +472,16 @@ class Loop:
 
 def _tell(loop: weakref.ref[Loop], optimizer: Optimizer, *_: Any) -> None:
     """Where the optimizer has parameters of the loop's model."""
-    if (own := loop()) is not None:
-        known = {id(p) for p in own._parameters().values()}
-        if any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
-            own.updated()
+    if (own := loop()) is not None and _has(optimizer, own):
+        own.updated()
+
+
+def _refuse_other(loop: weakref.ref[Loop], optimizer: Optimizer, *_: Any) -> None:
+    own = loop()
+    if own is not None and optimizer is not own.placed and _has(optimizer, own):
+        raise ValueError(OTHER)
+
+
+def _has(optimizer: Optimizer, loop: Loop) -> bool:
+    known = {id(p) for p in loop.parameters().values()}
+    return any(id(p) in known for group in optimizer.param_groups for p in group["params"])

@@ -22,7 +22,7 @@ from zpp_lab.config.residence import Residence
 from zpp_lab.engines.base import Batch
 from zpp_lab.engines.fsdp.comm import managed
 from zpp_lab.engines.fsdp.graph import WARM_UP, StepGraph, obstacle
-from zpp_lab.engines.fsdp.loop import Loop
+from zpp_lab.engines.fsdp.loops.loop import Loop
 
 T = TypeVar("T")
 EAGER = "call the function itself, without sharded.graphed"
@@ -38,6 +38,11 @@ class Graphed(Generic[T]):
 
     def __init__(self, function: Callable[[Any], T], loop: Loop, transport: Transport) -> None:
         self.function, self.loop, self.wrapped = function, loop, loop.wrapped
+        if loop.placing is not None:
+            raise ValueError(
+                "sharded.graphed does not go with zpp_lab.shard's place, masters, optimizer_state "
+                f"and clip_by: leave these out, or {EAGER}"
+            )
         if why_not := obstacle(loop.device, Residence(), static=True):
             raise ValueError(f"sharded.graphed: {why_not}: {EAGER}")
         if loop.group is not None:
