@@ -178,8 +178,9 @@ class Sharded:
 
         Its `step` takes gradients away: `p.grad` is None afterwards. It waits for the device once
         and raises NonFiniteError, an ArithmeticError, before any weight changes, where the norm is
-        not finite. With state in host memory a unit is updated just before its next forward;
-        whoever looks at a parameter or at the optimizer's state before that finds it updated.
+        not finite. With state in host memory a unit is updated just before its next forward. A
+        look at a parameter or at the optimizer's state updates all units first; one through a
+        tensor that was taken before, such as `p.to_local()`, is not seen: take it again.
         """
         placing, own = self.loop.placing, self.model.parameters() if params is None else params
         if (clip is not None) != (placing is not None and placing.residence.by_unit):

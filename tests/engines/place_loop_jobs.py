@@ -160,9 +160,9 @@ def by_budget(world: int) -> list[Any]:
     config = placed("split", world, 1, ordered=True)
     auto = replace(config, engine=replace(config.engine, place="auto"))
     whole = state_held(config, real(config).plan)[0] / GIB
-    made = sharded(auto, gpu_gib=0.9 * whole)
+    made = sharded(auto, gpu_gib=0.7 * whole)
     outcome = unlike((steps(config, made), masters(made)), of_engine(config))
-    said = refused(lambda: sharded(auto, gpu_gib=0.1 * whole))
+    said = refused(lambda: sharded(auto, gpu_gib=0.27 * whole))
     return [outcome, made[2].placing.config.engine.place, said, refused(lambda: sharded(auto))]
 
 
@@ -206,10 +206,10 @@ def stopped(folder: str, world: int) -> list[str]:
     """Loops that end between a step and its update, and resume with another placement from a
     checkpoint that was taken there too: what differs from an undisturbed run of our engine."""
     start()
-    wrong, case = [], "split"
-    wanted = of_engine(placed(case, world, 1, ordered=True), 0, 4)
+    wrong = []
     places: list[Place] = ["host", {"masters": 1, "moments": 3}]
-    for i, place in enumerate(places):
+    for i, (case, place) in enumerate(zip(("split", "split_zero3"), places, strict=True)):
+        wanted = of_engine(placed(case, world, 1, ordered=True), 0, 4)
         config, at = placed(case, world, 1, place, ordered=True), Path(folder) / f"{world}-{i}"
         made = sharded(config)
         before = steps(config, made, 0, 2)
@@ -229,7 +229,7 @@ def stopped(folder: str, world: int) -> list[str]:
 def resharded(folder: str) -> str:
     """What differs where one rank loads the last checkpoint of two."""
     start()
-    made = resumed(placed("split", 1, 1, "host", ordered=True), Path(folder) / "2-1")
+    made = resumed(placed("split_zero3", 1, 1, "host", ordered=True), Path(folder) / "2-1")
     whole = torch.load(Path(folder) / "whole")
     return differs(([], [], masters(made)), ([], [], whole))
 

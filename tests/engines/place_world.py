@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils import deterministic
 
 from tests.engines.fsdp_parity import differs, kept
 from tests.engines.place_jobs import STEPS, Place, check_used, placed, trained
+from tests.engines.place_loop_jobs import masters, of_engine, sharded, steps, unlike
 from zpp_lab.api import init
 from zpp_lab.collectives.peer.choose import connect
 from zpp_lab.collectives.watchdog import Watchdog
@@ -48,6 +49,7 @@ CASES = {
     1: ("split_zero3", "split_fp32_states", "8bit_states"),
     2: ("split", "split_last", "split_zero3", "8bit_states", "split_differences"),
 }
+LOOPS = ("8bit_states", "split_zero3")  # of user training loops
 
 
 def places(case: str) -> list[Place]:
@@ -59,12 +61,16 @@ def places(case: str) -> list[Place]:
 
 def names(world: int) -> list[str]:
     """The name of every answer of `main`."""
-    every = (f"{case}, {place}" for case in CASES[world] for place in places(case))
-    return [*every, "by the host", "without a wait", *LATE]
+    every = [f"{case}, {place}" for case in CASES[world] for place in places(case)]
+    every += [f"loop, {case}, {place}" for case in LOOPS for place in places(case)]
+    return [*every, "by the host", "without a wait", "loop without a wait", *LATE]
 
 
-def made(case: str, place: Place, transport: Any, device: torch.device) -> FsdpEngine:
-    config = placed(case, dist.get_world_size(), 1, place, device="cuda", graph=False)
+def made(
+    case: str, place: Place, transport: Any, device: torch.device, **engine: Any
+) -> FsdpEngine:
+    world = dist.get_world_size()
+    config = placed(case, world, 1, place, device="cuda", graph=False, **engine)
     model = build_model(MODEL, 37, device=str(device), seed=3)
     return FsdpEngine(model, build_plan(model, config), config, device, transport)
 
@@ -101,9 +107,16 @@ def by_the_host(case: str, transport: Any, device: torch.device) -> bool:
     return len(there) > 0 and all(map(torch.equal, at_once, there))
 
 
-def without_a_wait(case: str, transport: Any, device: torch.device) -> bool:
+def loop(case: str, place: Place, wanted: Any, device: torch.device) -> str:
+    """What a user training loop's losses, norms and state differ in from an engine's."""
+    config = placed(case, dist.get_world_size(), 1, place, device="cuda", ordered=True)
+    model = build_model(MODEL, 37, device=str(device), seed=3)
+    made = sharded(config, model, transport="groups")
+    return unlike((steps(config, made, last=LONGER), masters(made)), wanted)
+
+
+def without_a_wait(run: Callable[[], str]) -> bool:
     """Whether bits differ where nobody waits for updates: else nothing is shown above."""
-    wanted = outcome(case, "device", transport, device, LONGER)
     arrived, unshard = Resident._arrived, Resident._unshard
 
     def forgets(self: Resident, unit: str) -> None:
@@ -116,7 +129,7 @@ def without_a_wait(case: str, transport: Any, device: torch.device) -> bool:
 
     Resident._arrived, Resident._unshard = forgets, early  # type: ignore[method-assign]
     try:
-        return bool(differs(outcome(case, "host", transport, device, LONGER), wanted))
+        return bool(run())
     finally:
         Resident._arrived, Resident._unshard = arrived, unshard  # type: ignore[method-assign]
 
@@ -177,7 +190,15 @@ def main() -> None:
         for place in places(case):
             keep(f"{case}, {place}", differs(run(case, place), wanted))
     keep("by the host", by_the_host("split_zero3", transport, device))
-    keep("without a wait", without_a_wait("split_zero3", transport, device))
+    held = partial(run, "split_zero3", steps=LONGER)
+    wanted = held("device")
+    keep("without a wait", without_a_wait(lambda: differs(held("host"), wanted)))
+    for case in LOOPS:
+        engine = made(case, "device", transport, device, ordered=True)
+        wanted = of_engine(engine.config, last=LONGER, engine=engine)
+        for place in places(case):
+            keep(f"loop, {case}, {place}", loop(case, place, wanted, device))
+    keep("loop without a wait", without_a_wait(lambda: loop(LOOPS[-1], "host", wanted, device)))
     for name, found in leaves_late("split_zero3", transport, device):
         keep(name, found)
     dist.barrier()

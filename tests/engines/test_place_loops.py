@@ -51,8 +51,9 @@ def test_recipes(case: str) -> None:
 def test_auto_takes_what_a_budget_leaves() -> None:
     outcome, place, too_large, unsaid = run_world(2, by_budget, 2)
     assert outcome == ""
-    assert 0 < place["gradients"] < 3
-    assert "clip_by='unit'" in too_large
+    assert place["gradients"] == 3  # all units
+    assert 0 < place["moments"] < 3
+    assert "optimizer_state='8bit'" in too_large
     assert "gpu_gib" in unsaid
 
 

@@ -51,7 +51,7 @@ _METADATA = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.element_size),
 }
 _ADD = {Tensor.add_, Tensor.__iadd__}
-_LOCAL = DTensor.__dict__["_local_tensor"]
+_LOCAL: Any = DTensor._local_tensor
 
 
 class Watched:
