@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,11 @@ from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.engines.fsdp.resident import ByUnit, Masters, Resident, Update, updates
+from zpp_lab.engines.fsdp.wrap import Wrapped
 from zpp_lab.engines.optim.adamw import CompactAdamW
 from zpp_lab.engines.optim.shards import local, sharded_as
 from zpp_lab.engines.units import far_names
 from zpp_lab.engines.watch import unit_not_finite
-
-if TYPE_CHECKING:
-    from zpp_lab.engines.fsdp.loops.loop import Loop
 
 USE = "use optimizer = sharded.adamw(...)"
 _TENSOR: Any = Tensor
@@ -252,11 +250,23 @@ class LoopByUnit(ByUnit):
         super()._finish()
 
 
+class Followed(Protocol):
+    """What the optimizer asks of `Loop`."""
+
+    wrapped: Wrapped
+    device: torch.device
+    watched: Any  # of a transport
+
+    def parameters(self) -> dict[str, nn.Parameter]: ...
+    def total(self, own: Tensor) -> Tensor: ...
+    def ended(self, norm: Tensor) -> None: ...
+
+
 class PlacedAdamW(Optimizer):
     """AdamW to the bits of `zpp-lab train`, of a model that was sharded with a placement."""
 
     def __init__(
-        self, params: Iterable[Any], loop: Loop, placing: Placing, clip: float, **defaults: Any
+        self, params: Iterable[Any], loop: Followed, placing: Placing, clip: float, **defaults: Any
     ) -> None:
         """`clip`: of each unit, with clip_by='unit'. defaults: of groups, as torch's AdamW has."""
         super().__init__(params, defaults)
