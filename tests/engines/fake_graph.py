@@ -115,7 +115,7 @@ def faked() -> Iterator[FakeCuda]:
     with ExitStack() as stack:
         for name, own in names.items():
             stack.enter_context(patch.object(torch.cuda, name, own))
-        for user in ("engine", "graphed"):
+        for user in ("engine", "loops.graphed"):
             name = f"zpp_lab.engines.fsdp.{user}.obstacle"
             stack.enter_context(patch(name, lambda *_, **__: ""))
         start = fake.recorded(StepGraph.__init__)
