@@ -378,6 +378,7 @@ def refusals() -> dict[str, str]:
     found["no clip"] = refused(lambda: fresh(clip_by="unit")[1].adamw())
     found["fp32"] = refused(lambda: fresh(masters="fp32"))
     found["param_dtype"] = refused(lambda: fresh(param_dtype="fp32"))
+    found["weights"] = refused(lambda: fresh(place={"weights": 1}))
     found["budget"] = refused(lambda: fresh(gpu_gib=1.0))
 
     model, own, optimizer = sharded(config)

@@ -95,6 +95,7 @@ def test_what_does_not_go_together_is_named() -> None:
         "fp32": "masters=split",
         "param_dtype": "param_dtype=bf16",
         "budget": "gpu_gib",
+        "weights": "place.*weights",
         "torch's clipping": "clip_grad_norm_",
         "a look": r"sharded\.adamw",
         "clipped early": "clip_grad_norm_",

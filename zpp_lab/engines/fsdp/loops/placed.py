@@ -309,7 +309,7 @@ class PlacedAdamW(Optimizer):
         if not residence.by_unit:
             return LoopResident(*where, placing.far["gradients"], residence.waits, frozenset())
         how: Any = {"clip": clip, "watched": loop.watched}
-        made = LoopByUnit(*where, optimizer=self.inner, **how)
+        made = LoopByUnit(*where, None, optimizer=self.inner, **how)
         made.before = self._enter
         return made
 
