@@ -52,6 +52,11 @@ def whole(model: Any, found: Completions, batch: dict[str, Tensor]) -> Tensor:
     return each.gather(2, tokens[..., None])[..., 0]
 
 
+def drawn(found: Completions, batch: dict[str, Tensor]) -> Tensor:
+    """Which log-probabilities are of tokens of a completion, bool [B, NEW]."""
+    return torch.arange(NEW) < (found.lengths - batch["lengths"])[:, None]
+
+
 def test_a_million_draws_follow_the_softmax() -> None:
     logits = torch.linspace(-2.0, 2.0, 10)
     temperature, each = 0.8, 1000
@@ -110,9 +115,10 @@ def test_cached_passes_agree_with_whole_forwards(kind: str) -> None:
     model = model_of(**OWN[kind]) if kind in OWN else hf_model(kind)
     batch = rows(list(range(8)))
     found = run(model, batch)
-    assert (found.logprobs != 0).equal(found.mask)
+    real = drawn(found, batch)
+    assert (found.logprobs != 0).equal(real)
     torch.testing.assert_close(
-        found.logprobs[found.mask], whole(model, found, batch)[found.mask], atol=1e-5, rtol=1e-5
+        found.logprobs[real], whole(model, found, batch)[real], atol=1e-5, rtol=1e-5
     )
 
 
@@ -145,7 +151,7 @@ def test_rows_do_not_depend_on_order_or_padding() -> None:
     one = run(model, rows([5], width=8))
     for i, place in enumerate(order):
         assert found.tokens[place].equal(turned.tokens[i])
-        assert found.mask[place].equal(turned.mask[i])
+        assert found.lengths[place].equal(turned.lengths[i])
     assert found.tokens[5].equal(one.tokens[0])
     wide = rows(list(range(8)))
     wide["prompts"] = torch.cat((wide["prompts"], wide["prompts"]), 1)
@@ -178,7 +184,7 @@ def test_captured_passes_draw_the_same_bits(kind: str) -> None:
         calls.clear()
         again = run(policy, batch, key=key, graphs=graphs)
         assert len(calls) == 3
-        for name in ("tokens", "lengths", "logprobs", "mask"):
+        for name in ("tokens", "lengths", "logprobs"):
             assert getattr(first, name).equal(getattr(again, name)), name
 
 
@@ -225,8 +231,8 @@ def test_a_row_ends_with_the_end_token() -> None:
     model, batch = model_of(), rows(list(range(8)))
     found = run(model, batch, end=int(run(model, batch).tokens[0, 5]))
     end = int(found.tokens[0, found.lengths[0] - 1])
-    sizes = found.mask.sum(1)
-    assert found.lengths.equal(batch["lengths"] + sizes)
+    sizes = found.lengths - batch["lengths"]
+    assert sizes.equal((found.logprobs != 0).sum(1))
     assert sizes[0] < NEW
     for row, (start, length) in enumerate(zip(batch["lengths"], found.lengths, strict=True)):
         new = found.tokens[row, start:length]

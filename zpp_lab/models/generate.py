@@ -37,13 +37,12 @@ class Completions:
 
     tokens: int64 [B, P + N], a row's completion directly behind its prompt, then the end token.
     lengths: int64 [B], of prompt and completion, whose end token counts. logprobs: fp32 [B, N], of
-    the sampled tokens as the rollout's weights gave them; 0 where `mask`, bool [B, N], is False.
+    the sampled tokens as the rollout's weights gave them; 0 behind a completion's end.
     """
 
     tokens: Tensor
     lengths: Tensor
     logprobs: Tensor
-    mask: Tensor
 
 
 class Cache:
@@ -135,7 +134,6 @@ class _Rows:
         self.tokens = torch.cat((prompts, prompts.new_full((batch, max_new), end)), 1)
         self.lengths = lengths.clone()
         self.logprobs = torch.zeros(batch, max_new, device=device)
-        self.mask = torch.zeros(batch, max_new, dtype=torch.bool, device=device)
         self.rows = torch.arange(batch, device=device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)  # in the completion
         self.live = torch.ones(batch, dtype=torch.bool, device=device)
@@ -149,7 +147,6 @@ class _Rows:
         places = torch.where(self.live, self.lengths, -1)
         self.tokens[self.rows, places] = torch.where(self.live, self.drawn, self.tokens[:, -1])
         self.logprobs.index_copy_(1, self.position, torch.where(self.live, found, 0.0)[:, None])
-        self.mask.index_copy_(1, self.position, self.live[:, None])
         self.at.copy_(self.lengths.clamp(max=self.last))
         self.was.copy_(self.live)
         self.lengths += self.live
@@ -200,7 +197,7 @@ def generate(
         if number == WARM_UP and graphs is not None and is_captured(max_new):
             run = graphs.capture(go_on)
         run()
-    return Completions(rows.tokens, rows.lengths, rows.logprobs, rows.mask)
+    return Completions(rows.tokens, rows.lengths, rows.logprobs)
 
 
 def _check(lengths: Tensor, width: int, max_new: int, temperature: float) -> None:

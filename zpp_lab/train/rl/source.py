@@ -101,12 +101,11 @@ class Judge:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Completions with their scores. places: int64 [prompts], of the training prompts; scores:
-    fp64 [rewards, N]; old, reference: log-probabilities at the targets, fp32 [N, T], by training's
-    forward before the rollout's first step, and by the start's weights (empty without a penalty)"""
+    """Completions with their scores. scores: fp64 [rewards, N]; old, reference: log-probabilities
+    at the targets, fp32 [N, T], by training's forward before the rollout's first step, and by the
+    start's weights (empty without a penalty)."""
 
     first: np.ndarray  # the step before which it was made, [1]
-    places: np.ndarray
     tokens: np.ndarray
     prompts: np.ndarray
     lengths: np.ndarray
@@ -228,7 +227,7 @@ class RolloutSource:
         old = self._log_probs(first, self.order)
         reference = self._by_start(first) if rl.kl else np.zeros(0, np.float32)
         parts = (made.tokens, made.prompts, made.lengths, made.logprobs)
-        rollout = Rollout(np.array([first]), places, *parts, scores.values, old, reference)
+        rollout = Rollout(np.array([first]), *parts, scores.values, old, reference)
         if rl.steps_per_rollout > 1:
             from_first(self.config, self.judge.rank, lambda: self._write(rollout))
         return rollout
