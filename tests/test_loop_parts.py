@@ -329,7 +329,7 @@ def refusals() -> dict[str, str]:
     dp_tp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tp_dp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     pp_tp = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
-    cut, adapted, fine, apart, compiled = (family() for _ in range(5))
+    cut, adapted, fine, apart, compiled, fresh = (family() for _ in range(6))
     compiled.lm_head.compile()
     parallelize_module(cut, dp_tp["tp"], TITAN)
     adapted.model.layers[0].mlp.up_proj = nn.Sequential(nn.Linear(32, 48, bias=False))
@@ -355,13 +355,16 @@ def refusals() -> dict[str, str]:
         "lm_head": lambda: shard(compiled, "zero3", tp=2),
         "recipe.acts": lambda: shard(family(), QUANTIZED, tp=1),
         "memory.kind": lambda: shard(family(), RECIPES["loco"], tp=2),
+        "place": lambda: shard(fresh, "zero3", tp=2, place="host"),
         "rollout": rolled,
         "graphed": lambda: sharded.graphed(lambda batch: batch),
         "use_cache": lambda: fine(ids, use_cache=True),
         "11 tokens": lambda: fine(ids[:1, :11]),
         "Sharded.reader": lambda: apart(tokens(0, dist.get_rank())),
     }
-    return {name: refused(job, ValueError)[0][1] for name, job in jobs.items()}
+    found = {name: refused(job, ValueError)[0][1] for name, job in jobs.items()}
+    assert fresh.lm_head.weight.shape[0] == 250, "it is not cut"
+    return found
 
 
 # ---------------------------------------------------------------------- tests

@@ -312,10 +312,12 @@ def shard(
             f"cluster.pp={cluster.pp}: shard makes no stages: cut the model yourself, and pass a "
             "mesh of the ranks that have the same stage"
         )
+    asked = (place, masters, optimizer_state, clip_by, gpu_gib, host_gib)
+    places = asked != ("device", "fp32", "fp32", "norm", None, None)
     whole = Ranks.parts(model, mesh, cluster, tp)
     part = whole.place(dist.get_rank())["tp"] if whole is not None else 0
     if whole is not None:
-        _check_parts(config, whole.tp)
+        _check_parts(config, whole.tp, places)
         cut_model(model, whole.tp, part)
         found = cell_of(whole, _device(model, mesh))
         assert found is not None
@@ -336,10 +338,9 @@ def shard(
             "dimensions: leave it out, or shard over all of them"
         )
     cells = {first: each.cell(part) if each.parts else each for first, each in plans.items()}
-    asked = (place, masters, optimizer_state, clip_by, gpu_gib, host_gib)
     placing = None
-    if asked != ("device", "fp32", "fp32", "norm", None, None):
-        if whole is not None or not picked.whole:
+    if places:
+        if not picked.whole:
             raise ValueError(
                 "place, masters, optimizer_state and clip_by need a mesh of all ranks without "
                 "other dimensions: leave them out, or shard over all of them"
@@ -446,11 +447,13 @@ def _phases(config: RecipeConfig, steps: int | None) -> list[tuple[int, RecipeCo
     return config.phased(sys.maxsize if steps is None else steps)
 
 
-def _check_parts(config: RecipeConfig, tp: int) -> None:
-    """ValueError, naming the setting, for a recipe that tensor parts do not have."""
+def _check_parts(config: RecipeConfig, tp: int, places: bool) -> None:
+    """ValueError, naming the setting, for what tensor parts do not have, before a model is cut.
+    places: whether state lies elsewhere, or otherwise, than usual."""
     for ok, what in (
         (config.parts[2] != "none", f"recipe.{config.setting('optimizer')}: use node or world"),
         (not config.remembers, "memory.kind=residual: leave it out"),
+        (not places, "place, masters, optimizer_state and clip_by: leave them out"),
     ):
         if not ok:
             raise ValueError(f"recipe {config.name}: tp={tp} is not built for {what}")
