@@ -47,6 +47,9 @@ PAIRWISE: list[Place] = [
 ]
 
 
+EVERYWHERE: dict[str, int] = dict.fromkeys(PLANES, 9)  # all units of small models
+
+
 def _fill(tensor: Tensor) -> None:
     tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
 
@@ -137,7 +140,7 @@ def stopped(folder: str) -> list[str]:
     another placement: what differs from an undisturbed run."""
     start()
     wrong = []
-    case, places = "split", ["host", "device", {"masters": 1, "moments": 3}]
+    case, places = "split", ["host", "device", {"masters": 1, "moments": 3, "weights": 2}]
     for i, place in enumerate(places):
         engine = real(placed(case, 2, 1, place))
         store = Checkpoints(Path(folder) / str(i), 1, Saving(host=0, staging=1000), shared=True)
@@ -163,7 +166,7 @@ def not_finite(case: str) -> list[str]:
     placement, and whether anything else has changed."""
     start()
     said = []
-    for place in ("device", "host", {"masters": 2, "gradients": 1}, "virtual"):
+    for place in ("device", "host", {"masters": 2, "gradients": 1, "weights": 3}, "virtual"):
         if place == "virtual" and not asked():
             continue
         config = placed(case, 2, 1, "device" if place == "virtual" else place)
@@ -198,7 +201,8 @@ def by_unit(cases: list[str], nodes: int, gpus: int) -> dict[str, str]:
     found: dict[str, str] = {}
     for case in cases:
         planes = "split" in case
-        places: list[Place] = ["device", "host", {"moments": 1, "masters": 2 * planes}]
+        some = {"moments": 1, "masters": 2 * planes, "weights": 3 * planes}
+        places: list[Place] = ["device", "host", some]
         for clip, by in ((0.01, "unit"), (1e9, "norm")):
             engines = [real(clipped(case, nodes, gpus, p, clip, "unit")) for p in places]
             outcomes = [(*trained(engine), kept(engine)) for engine in engines]
@@ -250,7 +254,7 @@ def unused() -> str:
     for make in (real, virtual):
         if make is virtual and not asked():
             return ""
-        place = "host" if make is real else "device"
+        place: Place = EVERYWHERE if make is real else "device"
         model = Branches(mixture)
         engine: Any = make(placed("split_fp32_states", 2, 1, place), model)
         done = []
@@ -270,7 +274,8 @@ def adapters(**train: Any) -> str:
     cfg, outcomes = lora("q4"), []
     for make in (real, virtual) if asked() else (real,):
         config = with_lora("zero3_bf16", 2, 1, cfg)
-        place = replace(config.engine, place="host" if make is real else "device")
+        left = {plane: n for plane, n in EVERYWHERE.items() if train == {} or plane != "gradients"}
+        place: Any = replace(config.engine, place=left if make is real else "device")
         own = replace(config.train, masters="split", **train)
         engine: Any = make(replace(config, train=own, engine=place), build(cfg))
         done, held = trained(engine)
@@ -287,7 +292,7 @@ def from_meta() -> str:
 
     start()
     settings = ModelConfig(dim=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab_size=37)
-    config = placed("split", 2, 1, "host")
+    config = placed("split", 2, 1, EVERYWHERE)
     model = build_model(settings, 37, "meta", seed=config.seed)
     engine = FsdpEngine(model, build_plan(model, config), config, torch.device("cpu"))
     mine = (*trained(engine), kept(engine))

@@ -94,6 +94,7 @@ class FsdpEngine(Engine):
         self.base = FrozenBase(model, plan)
         self.residence = Residence.of(config)
         self.far = far_names(plan, self.residence)
+        without_memory = any(p.is_meta for p in model.parameters())
         cut, far = config.train.masters == "split", self.far["masters"]
         self.masters = Masters(model, self.base.names, cut, self.shards, self.part, far)
         units = named_units(model, config.engine.blocks_per_unit)
@@ -120,7 +121,7 @@ class FsdpEngine(Engine):
             self.masters.move_out(wrapped, ids, device)
         building.done("sharding")
         self.root = cast(FSDPModule, model)
-        start = self._initialize() if any(p.is_meta for p in model.parameters()) else None
+        start = self._initialize() if without_memory else None
         rows = start.rows if start else None
         group = self.transport.group
         self.base.load(self.wrapped.installed, rows, self.part, device, self.agreed, group)
