@@ -6,19 +6,22 @@ import argparse
 from pathlib import Path
 
 from zpp_lab.cli.adding import Add, takes_settings
-from zpp_lab.config.parser import number
+from zpp_lab.config.parser import number, whole
 
 PLAN = """Nothing is allocated or trained.
 
     run="model=13b cluster=2x8 train.param_dtype=bf16 data.seq_len=2048 train.batch_size=2"
     zpp-lab plan $run                                        # bytes, memory, does it fit
     zpp-lab plan $run --machine h200 --link-gbps 100,max     # seconds a step too
-    zpp-lab plan $run --machine h200 --link-gbps 100 --fastest --study runs/bits"""
+    zpp-lab plan $run --machine h200 --link-gbps 100 --fastest --study runs/bits
+    zpp-lab plan $run --machine h200 --link-gbps 100 --gpus 64        # dp × tp × pp of 64 GPUs"""
 MEMORY = "memory of a GPU in GiB (default: this machine's, or 80)"
 TIMES = "predict times: a file written by `bench calibrate`, or a name such as h200"
 LINKS = "with --machine: link speeds of a node in Gbit/s, such as 12,25,max (default: max)"
+GPUS = "compare all splits of the model, dp × tp × pp, over so many GPUs on nodes of the cluster"
 GAP = "loss margin as a share of the baseline's loss, such as 0.01 (default: the study's margin)"
 ALLOW = "undecided: also the study's undecided arms; untested: without --study, any bits"
+NO_MACHINE = "--link-gbps works only with --machine, whose figures predict times"
 BENCHES = {
     "step": "time training steps of several recipes at several link speeds",
     "calibrate": "measure the figures that `zpp-lab plan --machine` reads",
@@ -46,6 +49,7 @@ def _add_plan(add: Add) -> None:
     plan.add_argument("--machine", metavar="FILE", help=TIMES)
     plan.add_argument("--link-gbps", metavar="SPEEDS", help=LINKS)
     plan.add_argument("--fastest", action="store_true", help="search the fastest plan that fits")
+    plan.add_argument("--gpus", type=whole(1), metavar="N", help=GPUS)
     search = plan.add_argument_group("with --fastest")
     search.add_argument(
         "--study", type=Path, metavar="DIR", help="only recipes that this study found on par"
@@ -58,6 +62,8 @@ def _add_plan(add: Add) -> None:
 def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
     from zpp_lab.config.compose import compose
 
+    if args.gpus is not None:
+        return _layouts(args, overrides)
     compose(overrides)  # so that a typo is answered before torch has been imported
     names = ("study", "max_gap", "allow")
     if args.fastest:
@@ -69,10 +75,21 @@ def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} works only with --fastest")
     if args.link_gbps is not None and args.machine is None:
-        raise ValueError("--link-gbps works only with --machine, whose figures predict times")
+        raise ValueError(NO_MACHINE)
     from zpp_lab.tools.plan.planner import plan_command
 
     return plan_command(overrides, args.gpu_gib, args.json, args.machine, args.link_gbps or "max")
+
+
+def _layouts(args: argparse.Namespace, overrides: list[str]) -> int:
+    if args.fastest:
+        raise ValueError("--gpus and --fastest are two searches: leave out one")
+    if args.link_gbps is not None and args.machine is None:
+        raise ValueError(NO_MACHINE)
+    from zpp_lab.tools.plan.search.layouts import layouts_command
+
+    speeds = args.link_gbps or "max"
+    return layouts_command(overrides, args.gpus, args.gpu_gib, args.json, args.machine, speeds)
 
 
 def _doctor(_: argparse.Namespace, __: list[str]) -> int:

@@ -36,6 +36,10 @@ ROWS = {
     "tensor parts add": "parts_s",
     "stages wait": "stages_s",
 }
+EXCHANGES = (
+    "Assuming that the host needs as long for an exchange of tensor parts as for a unit's gather, "
+    "which nobody has measured."
+)
 WHERE_ANY = "bus_s", "parts_s", "stages_s"  # rows of some runs alone
 POINTS = 24  # of a curve, evenly spread over the logarithm of the bandwidth
 
@@ -108,10 +112,7 @@ def graph_line(config: Config, machine: Machine, found: dict[str, StepTime]) -> 
     if obstacle := Residence.of(config).obstacle:
         return f"Without a CUDA graph: {obstacle}."
     if config.cluster.tp > 1:
-        return (
-            "Without a CUDA graph: tensor parts exchange in every pass. Assuming that the host "
-            "needs as long for an exchange as for a unit's gather, which nobody has measured."
-        )
+        return f"Without a CUDA graph: tensor parts exchange in every pass. {EXCHANGES}"
     if config.cluster.split:
         return "Without a CUDA graph: stages exchange in every step."
     graph: bool | Literal["auto"] = False if replays(config) else "auto"
@@ -143,7 +144,7 @@ def host_advice(config: Config, machine: Machine, found: dict[str, StepTime]) ->
     if engine.blocks_per_unit == 1:
         larger = replace(engine, blocks_per_unit=4)
         text += _then("engine.blocks_per_unit=4", larger, config, machine, speeds)
-    if not engine.compile:
+    if not engine.compile and config.cluster.tp == 1:
         compiled = replace(engine, compile=True)
         text += _then("engine.compile=true", compiled, config, machine, speeds) or (
             "; engine.compile=true needs fewer launches"  # nobody has measured how many

@@ -127,3 +127,9 @@ class StepTime:
     flush_s: float = 0.0
     parts_s: float = 0.0
     stages_s: float = 0.0
+
+    @property
+    def shards_s(self) -> float:
+        """Seconds that gathers and reductions add, their kernels included."""
+        own = max(self.compute_s + self.optimizer_s + self.parts_s, self.host_s)
+        return max(0.0, self.step_s - own - self.stages_s)
