@@ -247,9 +247,10 @@ def _show_settings(config: Config, args: argparse.Namespace) -> None:
         print(f"# {summary_line(config, _machine(args))}")
     for phase, (_, plan) in zip(config.phases, plans or (), strict=False):
         if config.engine.name != "deepspeed":
-            weights, grads = shares(plan.quantized_share())
+            made = shares(plan.quantized_share()).items()
             when = f" after {phase.first} steps" if phase.first else ""
-            print(f"# quantized, of a step's bytes{when}: weights {weights}, gradients {grads}")
+            each = ", ".join(f"{kind} {text}" for kind, text in made)
+            print(f"# quantized, of a step's bytes{when}: {each}")
 
 
 def _sweep(overrides: list[str]) -> int:

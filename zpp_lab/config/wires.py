@@ -150,11 +150,24 @@ def wires_among(named: Iterable[Container[str]] = ()) -> tuple[Wire, ...]:
     return tuple(w for w, s in WIRES.items() if not s.needs or any(w in one for one in every))
 
 
-def shares(quantized: Mapping[Any, float]) -> tuple[str, str]:
-    """Format the quantized part of each wire's bytes (0 to 1, by wire): of the weights' wires and
-    of the gradients', such as "98.8%", or "99.1/0%" where a kind's two differ."""
-    weights, grads = (
-        [value for wire, value in quantized.items() if WIRES[wire].carries == kind]
-        for kind in ("weights", "gradients")
-    )
-    return percents(weights), percents(grads)
+def kinds_among(named: Iterable[Container[str]]) -> tuple[str, ...]:
+    """Return what codecs may make smaller: weights, gradients, and activations where any of
+    `named` has a wire of them."""
+    acts = [w for w, s in WIRES.items() if s.carries == "activations" and s.codecs != "none"]
+    any_acts = any(wire in one for one in named for wire in acts)
+    return ("weights", "gradients", "activations") if any_acts else ("weights", "gradients")
+
+
+def shares(quantized: Mapping[Any, float], kinds: Iterable[str] | None = None) -> dict[str, str]:
+    """Format the quantized part of each wire's bytes (0 to 1, by wire), by kind (None: those that
+    are there), such as "98.8%", or "99.1/0%" where a kind's wires differ."""
+    return {
+        kind: percents(
+            [
+                value
+                for wire, value in quantized.items()
+                if WIRES[wire].carries == kind and WIRES[wire].codecs != "none"
+            ]
+        )
+        for kind in kinds or kinds_among([quantized])
+    }

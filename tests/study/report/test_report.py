@@ -25,7 +25,7 @@ from zpp_lab.study.report.figures.training import BANDED
 from zpp_lab.study.report.render import html
 from zpp_lab.study.report.report import Report, build_report
 from zpp_lab.study.report.style import LOOKS, GapAxis
-from zpp_lab.study.report.table import console_table, results_csv
+from zpp_lab.study.report.table import console_table, results_csv, verdict_rows
 
 FIGURES = {"gap", "loss", "gap_curves", "gap_steps", "gap_vs_bytes", "main_effects", "telemetry"}
 FIGURES |= {f"telemetry_{measure}" for measure in ("bias", "cosine", "saturated", "zeroed")}
@@ -236,3 +236,24 @@ def test_two_hundred_runs_make_a_page_below_3_mb(tmp_path: Path) -> None:
     block = next(e for e in found.effects if e.factor == "recipe.weights.block_size")
     means = [estimate.mean for estimate in block.levels.values()]
     assert means == sorted(means)
+
+
+def test_activations_are_a_kind_of_their_own(tmp_path: Path) -> None:
+    """Beside weights and gradients where a run has tensor parts, with columns of their wires."""
+    study = fake_study((ARMS[0], ARMS[5]))
+    write_study_runs(tmp_path, study, steps=20)
+    for seed in study.seeds:
+        file = tmp_path / "w4" / f"seed{seed}" / "summary.json"
+        summary = json.loads(file.read_text())
+        summary["quantized_share"] |= {"acts_forward": 0.999, "acts_backward": 0.5, "tp_raw": 0.0}
+        summary["bytes"] |= {"acts_forward": {"intra": 7, "inter": 0}}
+        file.write_text(json.dumps(summary))
+    result = read_result(tmp_path, study)
+    (column,) = (name for name in verdict_rows(result)[0] if name.startswith("Quantized"))
+    assert column.endswith("activations)")
+    base, w4 = (row[column].split(", ")[-1] for row in verdict_rows(result))
+    assert (base, w4) == ("–", "99.9/50%")
+    rows = list(csv.DictReader(results_csv(result).splitlines()))
+    assert [row["bytes_acts_forward_intra"] for row in rows[-len(study.seeds) :]] == ["7"] * len(
+        study.seeds
+    )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zpp_lab.config.wires import WIRES, Wire, shares, wires_among
+from zpp_lab.config.wires import WIRES, Wire, kinds_among, shares, wires_among
 from zpp_lab.files import text_table
 from zpp_lab.runs.reader import READOUTS, Run
 from zpp_lab.study.judge.claims import EXPECTED, MARK, ON_PAR_MARKED
@@ -56,7 +56,7 @@ COLUMNS = (
 )
 BAND_COLUMN = "Noise band"  # of a study with one seed: where each gap lies
 READOUT = "Training gap (nats)"  # over the last steps, where runs have `train.readout_steps`
-QUANTIZED = "Quantized (weights, gradients)"  # of their bytes, where runs tell it
+QUANTIZED = "Quantized"  # of the bytes of each kind, where runs tell it
 SENT = {"Bytes": "over all links", "Bytes between nodes": "between nodes"}
 
 
@@ -114,10 +114,12 @@ def verdict_rows(result: StudyResult) -> list[dict[str, str]]:
     if any(cell != NOTHING for cell in readouts):
         pairs = zip(rows, readouts, strict=True)
         rows = [_with(row, "Gap (nats)", READOUT, cell) for row, cell in pairs]
-    quantized = [_quantized(arm) for arm in result.ranked]
+    kinds = kinds_among(run.quantized or () for run in result.runs)
+    quantized = [_quantized(arm, kinds) for arm in result.ranked]
     if any(cell != NOTHING for cell in quantized):
         pairs = zip(rows, quantized, strict=True)
-        rows = [_with(row, "Bytes between nodes", QUANTIZED, cell) for row, cell in pairs]
+        column = f"{QUANTIZED} ({', '.join(kinds)})"
+        rows = [_with(row, "Bytes between nodes", column, cell) for row, cell in pairs]
     bands = noise_bands(result) if one_seed(result) else {}
     if not bands:
         return rows
@@ -133,10 +135,10 @@ def _with(row: dict[str, str], before: str, column: str, cell: str) -> dict[str,
     return dict([*items[:place], (column, cell), *items[place:]])
 
 
-def _quantized(arm: ArmResult) -> str:
-    """Of the bytes of an arm's weights and gradients the part that codecs made."""
+def _quantized(arm: ArmResult, kinds: Sequence[str]) -> str:
+    """Return the part that codecs made of an arm's bytes of each kind."""
     share = next((run.quantized for run in arm.runs.values() if run.quantized), None)
-    return NOTHING if share is None else ", ".join(shares(share))
+    return NOTHING if share is None else ", ".join(shares(share, kinds).values())
 
 
 def band_cell(result: StudyResult, arm: ArmResult, bands: Mapping[str, float]) -> str:

@@ -19,7 +19,7 @@ from zpp_lab.config.flat import arm_of, carried, differing, flat_config
 from zpp_lab.config.load import written
 from zpp_lab.config.schema import Config
 from zpp_lab.config.study import StudyConfig
-from zpp_lab.config.wires import shares
+from zpp_lab.config.wires import kinds_among, shares
 from zpp_lab.files import CONFIG, amount
 from zpp_lab.runs.reader import last_step, read_run
 from zpp_lab.study.run import attempts
@@ -249,14 +249,17 @@ def _predicted(run: PlannedRun, machine: Machine | None) -> tuple[float | None, 
 
 
 def _plan_table(study: StudyConfig, runs: Sequence[Forecast]) -> Table:
+    kinds = kinds_among(f.foreseen.quantized or () for f in runs)
+
     def cells(own: Sequence[Forecast]) -> list[str]:
         begun = sum(f.step > 0 and f.state == "unfinished" for f in own)
         sent = "?" if own[0].bytes is None else amount(own[0].bytes)
         share = own[0].foreseen.quantized
-        bits = "?" if share is None else ", ".join(shares(share))
+        bits = "?" if share is None else ", ".join(shares(share, kinds).values())
         return [str(len(own)), _ended(study, own), str(begun), sent, bits, _memory(own[0])]
 
-    names = ("Runs", "Ended", "Begun", "Sent in a run", "Quantized w, g", "Memory")
+    made = f"Quantized {', '.join(kind[0] for kind in kinds)}"
+    names = ("Runs", "Ended", "Begun", "Sent in a run", made, "Memory")
     return _table(study, runs, names, cells)
 
 
