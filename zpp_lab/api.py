@@ -64,7 +64,7 @@ from zpp_lab.files import amount, missing, percents, read_yaml
 from zpp_lab.models import cut_model
 from zpp_lab.models.cut import Parted
 from zpp_lab.train.launch.place import enter, placed, prepare_graphs
-from zpp_lab.train.memory.outlook import placed_state
+from zpp_lab.train.memory.outlook import described_state, placed_state
 
 T = TypeVar("T")
 TOKENS = 4096  # of a tensor part, for which the summary takes the bytes of one
@@ -355,6 +355,9 @@ def shard(
     ranks = connect(picked.cluster, watchdog, transport, device, picked.ranks)
     if dist.get_rank() == 0:
         print(_summary(plan, param_dtype, reduce_dtype), file=sys.stderr, flush=True)
+        if placing is not None:
+            told = described_state(placing.config, plan)
+            print(f"zpp_lab.shard: {told}", file=sys.stderr, flush=True)
     wrapped = wrap(
         model, cut, cells, ranks, device, seed=seed, ordered=ordered, cast_inputs=True, ranks=picked
     )

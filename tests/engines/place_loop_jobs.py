@@ -300,7 +300,11 @@ def written() -> dict[str, str]:
         for p, old in zip(made[0].parameters(), before, strict=True):
             p.copy_(old)
 
-    for way, change in {"zero": zero, "swap": swap}.items():
+    @torch.inference_mode()
+    def evaluate(made: Made, step: int) -> None:
+        made[0](*batch(99, 0, 0))
+
+    for way, change in {"zero": zero, "swap": swap, "evaluate": evaluate}.items():
         made = sharded(config)
         done = steps(config, made, between=partial(change, made), last=4)
         if way == "zero":
@@ -381,6 +385,8 @@ def refusals() -> dict[str, str]:
     found["weights"] = refused(lambda: fresh(place={"weights": 1}))
     found["budget"] = refused(lambda: fresh(gpu_gib=1.0))
 
+    model = build_uneven()
+    assert type(shard(model, "zero3").adamw()) is torch.optim.AdamW
     model, own, optimizer = sharded(config)
     model(*rows).backward()
     found["torch's clipping"] = refused(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))

@@ -205,9 +205,17 @@ def placed_state(config: Config, plan: Plan) -> Config:
         if not any(over(best(other))):
             ways = ", ".join(f"{key}={new!r}" for key, new in both.items())
             break
-    held = state_held(chosen, plan)
+    room = "" if host is None else f" of {host / GIB:.2f} GiB a rank"
     raise ValueError(
-        f"place='auto': training state takes {held[0] / GIB:.2f} of gpu_gib={engine.gpu_gib:g} GiB "
-        f"of a GPU and {held[1] / GIB:.2f} GiB of host memory a rank"
-        f"{'' if host is None else f', which has {host / GIB:.2f}'}: use {ways}"
+        f"{described_state(chosen, plan)}: more than gpu_gib={engine.gpu_gib:g} GiB, or than the "
+        f"host has{room}: use {ways}"
+    )
+
+
+def described_state(config: Config, plan: Plan) -> str:
+    """Name a user training loop's placement, and what its state takes of both memories."""
+    gpu, host = state_held(config, plan)
+    return (
+        f"place={written(config.engine.place)}: masters, moments and gradients take "
+        f"{gpu / GIB:.2f} GiB of a GPU and {host / GIB:.2f} GiB of host memory a rank"
     )

@@ -212,7 +212,8 @@ class LoopResident(Resident):
             p: Any = self.parameters[name]
             if type(p) is self.waiting:
                 p.__class__ = DTensor
-        super()._update(unit, gathers)
+        with torch.inference_mode(False):  # a forward in it may be the next one
+            super()._update(unit, gathers)
 
 
 def _stand_in(p: Tensor, rows: Any, whole: Any) -> tuple[Tensor, Tensor]:
@@ -394,10 +395,13 @@ class PlacedAdamW(Optimizer):
         clipped, self.clipped = self.clipped, None
         norm, factor = clipped or (self._norm(), None)
         if not bool(torch.isfinite(norm)):
+            self._wait()
+            bad = (name for name, grad in grads.items() if not bool(grad.isfinite().all()))
             raise NonFiniteError(
                 step,
-                "the gradient norm is not finite; no weight has changed. "
-                "optimizer.zero_grad() drops the step, a checkpoint goes back further",
+                f"the gradient of {next(bad, 'a parameter on another rank')} is not finite; no "
+                "weight has changed. optimizer.zero_grad() drops the step, a checkpoint goes back "
+                "further",
             )
         self._check_low()
         self._take_settings()
