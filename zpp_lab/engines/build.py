@@ -83,8 +83,6 @@ def check_axes(config: Config) -> None:
     if not cluster.split:
         return
     length = config.data.seq_len
-    if cluster.pp > 1:
-        _check_pipe(config)
     for ok, what in (
         (engine.name != "deepspeed", "engine=deepspeed: use engine=fsdp"),
         (config.task == "text", f"task={config.task}: use task=text"),
@@ -100,6 +98,8 @@ def check_axes(config: Config) -> None:
     ):
         if not ok:
             raise ValueError(f"{cluster.split} is not built for {what}")
+    if cluster.pp > 1:
+        _check_pipe(config)
 
 
 def _check_pipe(config: Config) -> None:

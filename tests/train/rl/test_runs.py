@@ -319,7 +319,7 @@ def test_clipping_is_inert_with_one_step_a_rollout(tmp_path: Path) -> None:
         (["data.max_bytes=200"], "data.heldout_every"),
         (["rl.top_p=0.9"], "rl.top_p"),
         (["cluster.gpus_per_node=4", "cluster.tp=2", "engine=fsdp"], "task=rl"),
-        (["cluster.gpus_per_node=4", "cluster.pp=2", "engine=fsdp"], "cluster.pp"),
+        (["cluster.gpus_per_node=4", "cluster.pp=2", "engine=fsdp"], "task=rl"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(
