@@ -56,7 +56,7 @@ train recipe.weights.bits=5 => weights_forward: bits=5 | (2, 3, 4, 6, 8)
 train recipe.weights.bits=4 recipe.weights.block_size=0 => block_size=0
 train recipe.weights.bits=4 recipe.weights.hadamard=48 => hadamard=48
 train recipe.weights.random_signs=true recipe.weights.bits=4 => random_signs=true | hadamard
-train recipe.weights.codec=blok recipe.weights.bits=4 => blok | block, none, normal
+train recipe.weights.codec=blok recipe.weights.bits=4 => blok | none, normal, sham
 train recipe.stage=2 recipe.secondary=true => recipe.secondary=true | stage=2
 train recipe.stage=2 recipe.sharding.weights=node => recipe.sharding.weights=node
 train recipe.sharding.grads=node => weights=node | grads=node | optimizer=w
