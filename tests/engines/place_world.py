@@ -2,9 +2,10 @@
 
 torchrun --standalone --nproc-per-node 1 -m tests.engines.place_world ANSWERS (or 2)
 
-Each unit's update is held up on its stream, so that whoever does not wait for it reads old weights;
-once more a block's planes are held up before they leave, so that its next update, to which they
-come in on the other stream, finds old ones unless it waits.
+Each unit's update and the transfer of its weights are held up on their stream, so that whoever does
+not wait for them reads old weights, or none. Once more a block's planes are held up before they
+leave: its next update, to which they come in on the other stream, finds old ones unless it waits,
+and so does its backward of weights.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from zpp_lab.collectives.peer.choose import connect
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.schema import ClusterConfig
+from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.fsdp.engine import FsdpEngine
-from zpp_lab.engines.fsdp.resident import Resident
+from zpp_lab.engines.fsdp.resident import Brought, Resident
 from zpp_lab.engines.optim.adamw import CompactAdamW
 from zpp_lab.engines.optim.host import STREAMS, Streams
 from zpp_lab.models import build_model
@@ -44,7 +46,13 @@ HELD = 20_000_000  # clocks that an update is held up, about 10 ms
 LEFT = 100 * HELD  # that planes are held up before they leave, much longer than a step
 # the device waits for the first update, which pins memory, and for those before evaluations
 LONGER = STEPS + 3
-SOME: list[Place] = ["host", {"masters": 2, "moments": 3, "gradients": 1}, {"gradients": 4}]
+HIGH: Place = {"weights": 5}
+# of a user training loop, whose weights stay on the GPU
+LOOP: list[Place] = ["host", {"masters": 2, "moments": 3, "gradients": 1}, {"gradients": 4}]
+SOME: list[Place] = [
+    *(*LOOP, HIGH),
+    {"masters": 2, "moments": 3, "gradients": 1, "weights": 2},
+]
 CASES = {
     1: ("split_zero3", "split_fp32_states", "8bit_states"),
     2: ("split", "split_last", "split_zero3", "8bit_states", "split_differences"),
@@ -52,18 +60,19 @@ CASES = {
 LOOPS = ("8bit_states", "split_zero3")  # of user training loops
 
 
-def places(case: str) -> list[Place]:
-    """Those of `SOME`; masters in one plane stay on the GPU."""
+def places(case: str, some: list[Place]) -> list[Place]:
+    """Those of `some`; masters in one plane stay on the GPU."""
     if case.startswith("split"):
-        return SOME
+        return some
     return ["host", {"moments": 3, "gradients": 1}, {"gradients": 4}]
 
 
 def names(world: int) -> list[str]:
     """The name of every answer of `main`."""
-    every = [f"{case}, {place}" for case in CASES[world] for place in places(case)]
-    every += [f"loop, {case}, {place}" for case in LOOPS for place in places(case)]
-    return [*every, "by the host", "without a wait", "loop without a wait", *LATE]
+    every = [f"{case}, {place}" for case in CASES[world] for place in places(case, SOME)]
+    every += [f"loop, {case}, {place}" for case in LOOPS for place in places(case, LOOP)]
+    late = (name for names in LATE for name in names)
+    return [*every, "by the host", *FORGOTTEN, "loop without a wait", *late]
 
 
 def made(
@@ -85,16 +94,20 @@ def outcome(
 
 
 def hold_up() -> None:
-    """Updates begin late."""
-    update = Resident._update
+    """Updates, and transfers of weights, begin late."""
+    update, bring = Resident._update, Brought.bring
 
-    def late(self: Resident, unit: str) -> None:
-        if self.stream is not None and unit not in self.under_way:
+    def late(self: Resident, unit: str, gathers: bool = True) -> None:
+        if self.stream is not None and unit not in self.updated:
             with torch.cuda.stream(self.stream):
                 torch.cuda._sleep(HELD)
-        update(self, unit)
+        update(self, unit, gathers)
 
-    Resident._update = late  # type: ignore[method-assign]
+    def brought(self: Brought, unit: str) -> list[Any]:
+        torch.cuda._sleep(HELD)  # on the stream of updates, for which those of transfers wait
+        return bring(self, unit)
+
+    Resident._update, Brought.bring = late, brought  # type: ignore[method-assign]
 
 
 def by_the_host(case: str, transport: Any, device: torch.device) -> bool:
@@ -115,8 +128,12 @@ def loop(case: str, place: Place, wanted: Any, device: torch.device) -> str:
     return unlike((steps(config, made, last=LONGER), masters(made)), wanted)
 
 
+FORGOTTEN: dict[str, Place] = {"without a wait": "host", "without a wait for weights": HIGH}
+
+
 def without_a_wait(run: Callable[[], str]) -> bool:
-    """Whether bits differ where nobody waits for updates: else nothing is shown above."""
+    """Whether bits differ where nobody waits for updates, and for weights that come: else nothing
+    is shown above."""
     arrived, unshard = Resident._arrived, Resident._unshard
 
     def forgets(self: Resident, unit: str) -> None:
@@ -125,21 +142,32 @@ def without_a_wait(run: Callable[[], str]) -> bool:
     def early(self: Any, unit: str, group: Any, unshard: Any, *args: Any, **kwargs: Any) -> None:
         if self.pending is not None:
             self._update(unit)
+        if self.brought is not None and group.is_sharded:
+            with self._beside():
+                self.brought.bring(unit)
         unshard(*args, **kwargs)
 
     Resident._arrived, Resident._unshard = forgets, early  # type: ignore[method-assign]
     try:
         return bool(run())
+    except NonFiniteError:  # of memory that nothing has been written to
+        return True
     finally:
         Resident._arrived, Resident._unshard = arrived, unshard  # type: ignore[method-assign]
 
 
-LATE = ("planes leave late", "without a wait for planes")
+LATE: dict[tuple[str, str], Place] = {
+    ("planes leave late", "without a wait for planes"): "host",
+    ("weights leave late", "without a wait for weights that leave"): HIGH,
+}
 
 
-def leaves_late(case: str, transport: Any, device: torch.device) -> Iterator[tuple[str, Any]]:
-    """With moments of the last block that leave late: what differs; and whether something does
-    where nobody waits for that. They come in on the other stream in the next step."""
+def leaves_late(
+    case: str, place: Place, names: tuple[str, str], transport: Any, device: torch.device
+) -> Iterator[tuple[str, Any]]:
+    """With planes of the last block that leave late: what differs; and whether something does where
+    nobody waits for that. They come in on the other stream in the next step, weights in this one's
+    backward."""
     wanted = outcome(case, "device", transport, device, LONGER)
     mark, follow, begin, update = Streams.mark, Streams.follow, CompactAdamW.begin, Resident._update
     last = False
@@ -155,16 +183,17 @@ def leaves_late(case: str, transport: Any, device: torch.device) -> Iterator[tup
             self.streams.turns = number % STREAMS
         begin(self, number, *args)
 
-    def noted(self: Resident, unit: str) -> None:
+    def noted(self: Resident, unit: str, gathers: bool = True) -> None:
         nonlocal last
         last = unit == list(self.units)[-2]
-        update(self, unit)
+        update(self, unit, gathers)
+        last = False
 
     Streams.mark, CompactAdamW.begin, Resident._update = late, turned, noted  # type: ignore[method-assign]
     try:
-        yield LATE[0], differs(outcome(case, "host", transport, device, LONGER), wanted)
+        yield names[0], differs(outcome(case, place, transport, device, LONGER), wanted)
         Streams.follow = lambda *args: None  # type: ignore[method-assign]
-        yield LATE[1], bool(differs(outcome(case, "host", transport, device, LONGER), wanted))
+        yield names[1], bool(differs(outcome(case, place, transport, device, LONGER), wanted))
     finally:
         Streams.mark, Streams.follow = mark, follow  # type: ignore[method-assign]
         CompactAdamW.begin, Resident._update = begin, update  # type: ignore[method-assign]
@@ -187,20 +216,22 @@ def main() -> None:
     run = partial(outcome, transport=transport, device=device)
     for case in CASES[world]:
         wanted = run(case, "device")
-        for place in places(case):
+        for place in places(case, SOME):
             keep(f"{case}, {place}", differs(run(case, place), wanted))
     keep("by the host", by_the_host("split_zero3", transport, device))
     held = partial(run, "split_zero3", steps=LONGER)
     wanted = held("device")
-    keep("without a wait", without_a_wait(lambda: differs(held("host"), wanted)))
+    for name, place in FORGOTTEN.items():
+        keep(name, without_a_wait(partial(lambda p: differs(held(p), wanted), place)))
     for case in LOOPS:
         engine = made(case, "device", transport, device, ordered=True)
         wanted = of_engine(engine.config, last=LONGER, engine=engine)
-        for place in places(case):
+        for place in places(case, LOOP):
             keep(f"loop, {case}, {place}", loop(case, place, wanted, device))
     keep("loop without a wait", without_a_wait(lambda: loop(LOOPS[-1], "host", wanted, device)))
-    for name, found in leaves_late("split_zero3", transport, device):
-        keep(name, found)
+    for both, place in LATE.items():
+        for name, found in leaves_late("split_zero3", place, both, transport, device):
+            keep(name, found)
     dist.barrier()
     torch.cuda.synchronize()
     os._exit(0)  # groups that are torn down may abort
