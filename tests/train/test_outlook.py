@@ -80,16 +80,14 @@ def test_what_fits_stays_on_the_device(kind: str) -> None:
 
 @pytest.mark.parametrize("gib", [22, 44, 60, 72, 80, 100])
 def test_no_unit_leaves_in_vain(gib: int) -> None:
-    """Planes go in their order: the last one that leaves is the only one that stays in part."""
+    """Planes go in their order. Of none that has left could one unit more stay."""
     found = Outlook.of(config(), gib * GIB)
     assert found.fits
-    units = len(found.plan.units)
-    *whole, last = [found.placed[plane] for plane in LEAVING if plane in found.placed]
-    assert whole == [units] * len(whole)
-    plane = LEAVING[len(whole)]
-    less: dict[Any, int] = {**found.placed, plane: last - 1}
-    engine = replace(found.config.engine, place=less)
-    assert Outlook.of(replace(found.config, engine=engine), 0).estimate.peak > found.budget
+    assert list(found.placed) == [*LEAVING][: len(found.placed)]
+    for plane, count in found.placed.items():
+        less: Any = {**found.placed, plane: count - 1}
+        other = replace(found.config, engine=replace(found.config.engine, place=less))
+        assert Outlook.of(other, 0).estimate.peak > found.budget
 
 
 def test_phases_share_a_placement() -> None:
@@ -138,7 +136,7 @@ def test_forecasts_know_what_auto_will_mean() -> None:
         ("neither", ["engine.gpu_gib=80"], "train.masters=split"),
         ("split", ["engine.gpu_gib=17"], r"train\.batch_size=\d+ train\.micro_steps="),
         ("split", ["engine.gpu_gib=44", "engine.host_gib=64"], r"train\.clip_by=unit"),
-        ("fp32 moments", ["engine.gpu_gib=48", "engine.host_gib=96"], "optimizer_state=8bit"),
+        ("fp32 moments", ["engine.gpu_gib=48", "engine.host_gib=88"], "optimizer_state=8bit"),
         (
             "split",
             [

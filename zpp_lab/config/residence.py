@@ -34,22 +34,24 @@ def fewest(
     planes: Sequence[Plane], units: int, at: Callable[[Any], T], over: Callable[[T], int]
 ) -> T:
     """Return `at` of the engine.place that moves as few units' state as suffices for `over`, bytes
-    too many on the GPU, to be 0; where none does, of all these planes."""
-    best = at("device")
-    counts: dict[str, int] = {}
+    too many on the GPU, to be 0; where none does, of all these planes. They leave in order; then,
+    from the last to leave on, of each as many units come back as have room."""
+    best, gone = at("device"), dict[Plane, int]()
     for plane in planes:
         if not over(best):
             break
-        best = at(counts | {plane: units})
-        low, high = 1, units
-        while not over(best) and low < high:  # fewer may do
+        gone[plane] = units
+        best = at(gone)
+    for plane in [] if over(best) else reversed([*gone]):
+        low, high = 0, units
+        while low < high:
             middle = (low + high) // 2
-            less = at(counts | {plane: middle})
-            if over(less):
+            less = {one: count for one, count in (gone | {plane: middle}).items() if count}
+            if over(found := at(less or "device")):
                 low = middle + 1
             else:
-                best, high = less, middle
-        counts[plane] = units
+                best, high = found, middle
+        gone[plane] = high
     return best
 
 

@@ -369,12 +369,12 @@ class _Rank:
             near = always(every) | NOT_EVALUATED
         else:
             own = {id(u): shard_bytes(ps, each) for u, ps in trained}
-            root, block = own[id(self.root)], own[id(self.unit)]
+            root, block, last = (own[id(u)] for u in (self.root, self.unit, self.units[-1]))
             late, end = max(0, every - root - block), every - root
-            near = moments(early=self.early * block, late=late, root=end, update=every)
+            near = moments(early=self.early * last, late=late, root=end, update=every)
             if self.residence.by_unit:  # one that is updated, and one that lands
                 both = block + max(block, root)
-                near = moments(early=self.early * block, late=2 * block, root=both)
+                near = moments(early=self.early * last, late=2 * block, root=both)
         units = ([p for p in _trained(u) if p.name in far] for u in self.plan.units)
         leaving = max(shard_bytes(ps, each) for ps in units)
         return [

@@ -29,7 +29,7 @@ from zpp_lab.train.memory.estimate import (
 )
 
 DEFAULT_GIB = 80.0  # of a GPU where none is seen
-ROOM = 16  # a GPU's part that engine.place=auto leaves to torch's allocator: 5 of 80 GiB
+ROOM = 32  # a GPU's part that engine.place=auto leaves to torch's allocator: 2.5 of 80 GiB
 LAYERS = 1024  # deeper models are not looked for
 PINNED = 0.9  # of a host's memory: 116 of 128 GiB could be pinned
 
