@@ -76,6 +76,17 @@ def test_what_is_not_built_with_parts_is_left_out() -> None:
     assert not one.outlook.config.model.loss_chunk
 
 
+def test_passes_grow_with_the_parts_as_far_as_they_fit() -> None:
+    words = [*MODEL, "cluster.tp=4", "cluster.pp=1", "train.batch_size=8"]
+    (large,), _ = layouts(words, 4, 80 * GIB)
+    assert large.outlook.config.train.batch_size == 32
+    assert large.outlook.config.train.micro_steps == 1
+    (small,), _ = layouts(words, 4, large.outlook.estimate.peak - 1)
+    train = small.outlook.config.train
+    assert (train.batch_size, train.micro_steps) == (16, 2)
+    assert small.outlook.fits
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

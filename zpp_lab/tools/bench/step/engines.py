@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -251,6 +250,9 @@ class PlainTp(PlainFsdp2):
         if overlapped:
             if device.type != "cuda" or not config.engine.compile:
                 raise ValueError("async TP needs GPUs and engine.compile=true: leave the arm out")
+            # here, so that a torch without it costs this arm alone
+            from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
             enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
         model = meta_model(config, **options)
         _cut(model, mesh["tp"])

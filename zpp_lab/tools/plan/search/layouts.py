@@ -1,14 +1,15 @@
 """`zpp-lab plan --gpus N`: every dp × tp × pp of so many GPUs, and what each dimension costs.
 
-The recipe, the batch of a pass and the tokens of a step are the user's; a layout whose cells are
-fewer takes as many more micro-steps. With several stages weights stay for a step (recipe.stage=2).
+The recipe and the tokens of a step are the user's. Tensor parts take as many times more sequences a
+pass, which need about as much memory in each, or more micro-steps where these do not fit; stages
+take more micro-steps. With several stages weights stay for a step (recipe.stage=2).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -106,18 +107,28 @@ def layouts(
     base, every = _clusters(overrides, gpus)
     found, refused = list[Layout](), list[str]()
     for cluster in every:
-        own = _overrides(overrides, base, cluster)
         try:
-            config = compose(own)
-            outlook = Outlook.of(config, device)
-            times = time_shown.times(config, machine, speeds) if machine else {}
+            layout = _largest_pass(overrides, base, cluster, device)
+            times = time_shown.times(layout.outlook.config, machine, speeds) if machine else {}
         except ValueError as error:
             refused.append(f"tp={cluster.tp} pp={cluster.pp}: {error}")
             continue
-        found.append(Layout(tuple(own), outlook, times))
+        found.append(replace(layout, times=times))
     if not found:
         raise ValueError(f"--gpus {gpus}: no layout; " + "; ".join(dict.fromkeys(refused)))
     return sorted(found, key=lambda layout: layout.order), refused
+
+
+def _largest_pass(
+    given: Sequence[str], base: Config, cluster: ClusterConfig, device: int
+) -> Layout:
+    """Return the layout with the most sequences a pass that fit, or else with the fewest."""
+    for times in (n for n in range(cluster.tp, 0, -1) if cluster.tp % n == 0):
+        own = _overrides(given, base, cluster, times)
+        found = Layout(tuple(own), Outlook.of(compose(own), device))
+        if found.outlook.fits:
+            break
+    return found
 
 
 def _clusters(overrides: Sequence[str], gpus: int) -> tuple[Config, list[ClusterConfig]]:
@@ -169,13 +180,15 @@ def _of_acts(word: str, cluster: ClusterConfig) -> bool:
     return WIRES[name].carries == "activations" and size == 1  # type: ignore[index]
 
 
-def _overrides(given: Sequence[str], base: Config, cluster: ClusterConfig) -> list[str]:
-    """Return the settings of a layout: the user's, without what it replaces, and its own."""
+def _overrides(given: Sequence[str], base: Config, cluster: ClusterConfig, times: int) -> list[str]:
+    """Return the settings of a layout: the user's, without what it replaces, and its own, with so
+    many times the user's sequences a pass."""
     model, train = base.model, base.train
     own = {
         "cluster.nodes": cluster.nodes,
         "cluster.gpus_per_node": cluster.gpus_per_node,
-        "train.micro_steps": train.micro_steps * cluster.tp * cluster.pp,
+        "train.batch_size": train.batch_size * times,
+        "train.micro_steps": train.micro_steps * cluster.tp * cluster.pp // times,
         "engine": "fsdp",
     }
     own |= {
