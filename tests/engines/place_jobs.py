@@ -22,6 +22,7 @@ from tests.engines.uneven import batch
 from zpp_lab.config.residence import PLANES
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import build_plan
+from zpp_lab.engines.fsdp import resident as placing
 from zpp_lab.engines.fsdp.engine import FsdpEngine
 from zpp_lab.engines.fsdp.resident import Brought
 from zpp_lab.engines.optim import host
@@ -54,10 +55,14 @@ def _fill(tensor: Tensor) -> None:
     tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
 
 
+def _refuse() -> Tensor:
+    raise AssertionError("a GPU's parameter refuses this where its rows lie in host memory")
+
+
 def start() -> None:
     torch.use_deterministic_algorithms(True)
     host.vacate = _fill
-    bring, leave = Brought.bring, Brought.leave
+    bring, leave, move_out = Brought.bring, Brought.leave, placing.move_out
     away: dict[Tensor, Tensor] = {}  # what stands in host memory, while it is filled
 
     def brought(self: Brought, unit: str) -> list[Any]:
@@ -73,7 +78,13 @@ def start() -> None:
             self.high[name].copy_(away.pop(self.high[name]))
         leave(self, unit)
 
+    def moved(p: Any, device: torch.device) -> Tensor:
+        out = move_out(p, device)
+        p.sharded_param.detach = _refuse
+        return out
+
     Brought.bring, Brought.leave = brought, left  # type: ignore[method-assign]
+    placing.move_out = moved
 
 
 def placed(case: str, nodes: int, gpus: int, place: Place = "device", **engine: Any) -> Config:

@@ -441,11 +441,11 @@ class Masters:
 
     def put(self, name: str, p: Tensor, values: Tensor) -> None:
         """Set this rank's rows of a parameter to fp32 values."""
-        own = local(p.detach())
+        own = local(p).detach()
         if not self.cut:
             own.copy_(values)
             return
-        high, low = split(values.to(own.device, torch.float32))
+        high, low = split(values.to(p.device, torch.float32))
         own.copy_(high)
         local(self._low(name, p)).copy_(low)
 
@@ -461,8 +461,7 @@ class Masters:
 
     def _low(self, name: str, p: Tensor) -> Tensor:
         if name not in self.low:
-            high = local(p.detach())
-            own = host.zeros(high.shape, torch.int16, p.device, name in self.far)
+            own = host.zeros(local(p).shape, torch.int16, p.device, name in self.far)
             self.low[name] = sharded_as(p, own, p.shape)
         return self.low[name]
 
@@ -475,5 +474,5 @@ def _named(module: nn.Module, names: Mapping[int, str]) -> dict[str, Any]:
 
 def master(p: Tensor, low: Tensor | None) -> Tensor:
     """Return this rank's rows of a master, fp32: the parameter's own, or new ones of two planes."""
-    own = local(p.detach()).to(p.device, non_blocking=True)
+    own = local(p).detach().to(p.device, non_blocking=True)
     return own if low is None else joined(own, local(low).to(p.device, non_blocking=True))

@@ -21,7 +21,7 @@ from zpp_lab.engines.optim.build import (
     optimizer_state,
     zero_state,
 )
-from zpp_lab.engines.optim.shards import local
+from zpp_lab.engines.optim.shards import detached, local
 from zpp_lab.engines.parts import Regions
 from zpp_lab.runs.checkpoint.read import Saved
 
@@ -56,7 +56,7 @@ class EngineState:
     def _now(self, kept: Mapping[str, DTensor]) -> State:
         memories, group = self.wrapped.memories.state(), self.kept.group
         return {
-            "weights": {n: p.detach() for n, p in self.parameters.items()},
+            "weights": {n: detached(p) for n, p in self.parameters.items()},
             **({"low": dict(self.masters.low)} if self.masters.low else {}),
             "optimizer": optimizer_state(self.optimizer, self.parameters),
             **({"kept": dict(kept)} if kept else {}),
@@ -81,7 +81,9 @@ class EngineState:
             for name, p in self.parameters.items():
                 own = self._own(p, state["weights"][name])
                 below = self._own(p, low[name]) if name in low else None
-                self.masters.put(name, p, own if below is None else joined(own, below))
+                self.masters.put(
+                    name, p, own if below is None else joined(own, below.to(own.device))
+                )
             for key, values in kept.items():
                 for name, value in values.items():
                     self._put(self.optimizer.state[self.parameters[name]][key], value)

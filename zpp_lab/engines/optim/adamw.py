@@ -212,7 +212,7 @@ class CompactAdamW(torch.optim.Optimizer):
         where the update finds them."""
         found = {k: local(v) for k, v in self.state[p].items() if k != "step"}
         found["grad"] = self.grads[p]
-        found["weight"] = self.high[p] if p in self.high else local(p.detach())
+        found["weight"] = self.high[p] if p in self.high else local(p).detach()
         if self.low:
             found["low"] = local(self.low[p])
         return found | self.near.get(p, {})

@@ -52,6 +52,12 @@ def sharded_as(p: Tensor, own: Tensor, shape: Sequence[int]) -> Tensor:
     return DTensor(own, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
+def detached(p: Tensor) -> Tensor:
+    """Return `p` outside of any graph. Its own `detach` refuses rows that lie on another device
+    than its gradients (engine.place)."""
+    return sharded_as(p, local(p).detach(), p.shape)
+
+
 def gradients(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
     """Return the gradients that are there, of this rank's rows, by parameter."""
     every = (p for group in optimizer.param_groups for p in group["params"])

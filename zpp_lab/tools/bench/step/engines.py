@@ -86,7 +86,8 @@ def draw(model: nn.Module, device: torch.device | str) -> None:
     """Draw weights of about the usual size, this rank's shards alone."""
     materialize(model, device)
     for p in model.parameters():
-        (p.to_local() if isinstance(p, DTensor) else p).normal_(0, 0.02)
+        own = p.to_local() if isinstance(p, DTensor) else p
+        own.copy_(torch.empty_like(own, device=device).normal_(0, 0.02))
 
 
 class QuickStart(FsdpEngine):
