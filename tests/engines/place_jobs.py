@@ -67,6 +67,7 @@ def start() -> None:
 
     def brought(self: Brought, unit: str) -> list[Any]:
         came = bring(self, unit)
+        assert len(self.there) <= 2  # a unit is gathered ahead of the one that computes
         for name in self.there.get(unit, ()):
             if self.high[name] not in away:
                 away[self.high[name]] = self.high[name].clone()

@@ -45,7 +45,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "copies": ({"shard": "node", "weights_rollout": S4}, {}),
     "phases": ({"weights_rollout": S4, "phases": [{"after": 1, "weights": Q4}]}, {}),
+    "placed": ({"weights_rollout": S4}, {**BF16, "masters": "split"}),
 }
+PLACES: dict[str, Any] = {"placed": {"weights": 3, "masters": 1}}
 ONE_NODE = ("raw", "stochastic", "hops", "stage2", "phases")
 LONE_RANKS = ("raw", "stochastic", "stage2")  # in nodes of one GPU
 LONE_KEPT = {"differences": ({**DIFFERENCES, "hops": 1, "weights_update": S4}, BF16)}
@@ -59,7 +61,7 @@ def configured(case: str, nodes: int, local: int, **engine: Any) -> Config:
         "model": {"dim": 24, "layers": 2, "heads": 3, "kv_heads": 3, "ffn": 40},
         "cluster": {"nodes": nodes, "gpus_per_node": local},
         "train": {"lr": 1e-2, "steps": 10, **train},
-        "engine": {"device": "cpu", "ordered": True, **engine},
+        "engine": {"device": "cpu", "ordered": True, "place": PLACES.get(case, "device"), **engine},
     }
     return load(Config, values)
 

@@ -24,7 +24,7 @@ CLUSTERS = {
     (3, 1): {*jobs.LONE_RANKS, *jobs.LONE_KEPT},
 }
 QUICK = {  # each case on one cluster
-    (2, 2): {"hops", "kept", "differences", "whole", "copies"},
+    (2, 2): {"hops", "kept", "differences", "whole", "copies", "placed"},
     (1, 3): {*jobs.ONE_NODE} - {"hops"},
     (3, 1): {*jobs.LONE_KEPT},
 }

@@ -410,3 +410,11 @@ def test_what_is_placed_in_host_memory_leaves_the_gpu() -> None:
     waiting = there.item("gradients, leaving").most + 2 * 2**28
     assert saved == pytest.approx(low + low + moments - waiting, rel=0.02)
     assert there.host > here.host + 2 * low + 0.99 * moments
+    high = big("13b", 2, train=train, engine={"place": {"weights": 41}})
+    assert high.item("master weights, high planes").most == low
+    assert high.host == here.host + low
+    left = [e.item("master weights, bf16 and rest").most for e in (here, high)]
+    assert left[0] - left[1] == pytest.approx(low, rel=1e-3)
+    near = high.item("high planes, for gathers").most  # of two units of 41
+    assert 2 / 42 < near / low < 2 / 40
+    assert here.at("late") - high.at("late") == pytest.approx(low - near - 2 * 2**28, rel=1e-3)
