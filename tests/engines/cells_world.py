@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,11 @@ def built(case: str, shape: Shape, device: torch.device, **engine: Any) -> Engin
     engine |= {"device": device.type, "graph": False} | more.get("engine", {})
     more = {**more, "engine": engine, "cluster": {"pp": pp}}
     if pp > 1:
-        more = {"micro_steps": 4} | more | {"model": {"layers": 4} | more.get("model", {})}
+        more = (
+            {"micro_steps": 4 if shape[2] == 1 else 2}
+            | more
+            | {"model": {"layers": 4} | more.get("model", {})}
+        )
     config = configured(tuple(parts), recipe, **more)  # type: ignore[arg-type]
     return build_engine(config, VOCAB, device)
 
@@ -233,6 +238,10 @@ def own_state(engine: FsdpEngine) -> dict[str, Tensor]:
 
 def size(shape: Shape) -> int:
     return shape[0] * shape[1]
+
+
+def both_dtypes(cases: Iterable[str]) -> list[str]:
+    return [f"{case}@{dtype}" for case in cases for dtype in ("fp32", "bf16")]
 
 
 # On GPUs: what fits a cell of one rank, and cells of two.
