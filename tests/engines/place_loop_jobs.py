@@ -272,11 +272,11 @@ def looked_at() -> dict[str, str]:
     return answers(found)
 
 
-def written() -> dict[str, str]:
+def written(case: str) -> dict[str, str]:
     """Weights are written between a step and the next forward: masters are then what was written,
     and those that were swapped out and in are the same as before."""
     start()
-    case, found = "split_fp32_states", {}
+    found = {}
     config = placed(case, 2, 1, "host", ordered=True)
     twin = real(placed(case, 2, 1, ordered=True))
     of_engine(config, 0, 2, twin)
@@ -284,6 +284,7 @@ def written() -> dict[str, str]:
     name = "layers.0.up.weight"
     local(state["low"][name]).zero_()
     local(state["weights"][name]).zero_()
+    twin.load_state_dict(state)  # nodes take the masters
     wanted = of_engine(config, 2, 4, twin)
 
     @torch.no_grad()

@@ -71,8 +71,9 @@ def test_whatever_looks_at_a_weight_finds_it_updated() -> None:
     assert run_world(2, looked_at) == {}
 
 
-def test_weights_that_a_loop_writes_are_the_masters() -> None:
-    assert run_world(2, written) == {}
+@pytest.mark.parametrize("case", ["split_fp32_states", "split_kept"])
+def test_weights_that_a_loop_writes_are_the_masters(case: str) -> None:
+    assert run_world(2, written, case) == {}
 
 
 def test_gradients_that_a_loop_drops_are_gone() -> None:

@@ -87,7 +87,8 @@ class CompactAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.kind, self.seed, self.low, self.high = kind, seed, low or {}, high or {}
         self.far: dict[Plane, Set[Tensor]] = {p: (far or {}).get(p, set()) for p in PLANES}
-        self.marked: dict[Tensor, Tensor] = {}  # row_marks of high planes that others may write
+        # row_marks of high planes that others may write, after their last update
+        self.marked: dict[Tensor, Tensor] = {}
         self.grads: Mapping[Tensor, Tensor] = {}  # of the parameters under way
         self.near: dict[Tensor, dict[str, Tensor]] = {}  # what came from host memory for them
         # of `high` what an update left on the device, for gathers
@@ -177,14 +178,19 @@ class CompactAdamW(torch.optim.Optimizer):
         return [] if whole else ends
 
     def _change(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Update parameters and what `_parts` returns; without noise by the kernel."""
+        """Update parameters and what `_parts` returns; without noise by the kernel. Low planes of
+        rows that others have written count as 0."""
+        written = self.marked.keys() & parameters
+        for p in written:
+            changed = row_marks(local(p)) != self.marked[p]
+            self._parts(p)["low"].masked_fill_(changed.view(-1, *[1] * (p.ndim - 1)), 0)
         if self.noise is None:
             self._by_kernel(group, parameters)
         else:
             blocks = self._row_blocks(group, parameters, self.noise)
             for batch in host.together(blocks, lambda block: block.weight.numel(), BATCH):
                 _update(batch, self.ok)
-        for p in self.marked.keys() & parameters:
+        for p in written:
             self.marked[p].copy_(row_marks(local(p)))
 
     @contextmanager

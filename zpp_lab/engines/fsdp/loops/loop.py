@@ -433,6 +433,8 @@ class Loop:
 
     def _kept(self) -> Kept:
         self.kept.parameters = self.parameters() if self.kept.updates else {}
+        if self.placing is not None and self.kept.updates:
+            self.placing.refresh(self.kept.parameters)
         return self.kept
 
     # ------------------------------------------------------------------ its state

@@ -11,8 +11,8 @@ it goes on. The optimizer's `state` does the same. A gradient in host memory lea
 `p.grad` (`Gone`): it counts as long as the stand-in is there, and whatever reads it is refused.
 
 Low planes belong to the bits of their high planes. Weights may be written at any time, by a load, a
-swap, through `.data`. So marks of all rows are kept, and before an update the low planes of rows
-with other marks become zero: their masters are then the weights that were written.
+swap, through `.data`. So marks of all rows are kept, and an update takes the low planes of rows
+with other marks for zero: their masters are then the weights that were written.
 """
 
 from __future__ import annotations
@@ -141,6 +141,17 @@ class Placing:
             if name not in self.marks:
                 self.marks[name] = row_marks(local(parameters[name].detach()))
                 assert local(low).shape == local(parameters[name]).shape
+
+    @torch.no_grad()
+    def refresh(self, parameters: Mapping[str, Tensor]) -> None:
+        """Let low planes of rows that others have written be 0, before anything but an update reads
+        masters."""
+        own = {name: row_marks(local(parameters[name])) for name in self.marks}
+        changed = {name: marks != self.marks[name] for name, marks in own.items()}
+        if changed and bool(torch.stack([rows.any() for rows in changed.values()]).any()):
+            for name, rows in changed.items():
+                low = local(self.masters.low[name])
+                low[rows.to(low.device)] = 0
 
 
 # ---------------------------------------------------------------------- gradients and updates
@@ -327,8 +338,7 @@ class PlacedAdamW(Optimizer):
         self.resident.forward(first)
 
     def _enter(self) -> None:
-        """Updates within the next backward take these settings and low planes."""
-        self._check_low()
+        """Updates within the next backward take these settings."""
         self._take_settings()
         assert isinstance(self.resident, LoopByUnit)
         self.resident.step = self.loop.wrapped.clock.step
@@ -403,7 +413,6 @@ class PlacedAdamW(Optimizer):
                 "weight has changed. optimizer.zero_grad() drops the step, a checkpoint goes back "
                 "further",
             )
-        self._check_low()
         self._take_settings()
         waits, passes = self.placing.residence.waits, self.placing.residence.passes
         ok, whole = torch.isfinite(norm), passes and not waits
@@ -415,17 +424,6 @@ class PlacedAdamW(Optimizer):
         elif not whole:
             update(self.names)
         return norm
-
-    def _check_low(self) -> None:
-        """Forget the low planes of rows that others have written."""
-        marks = self.inner.marked
-        changed = {p: row_marks(local(p.detach())) != mark for p, mark in marks.items()}
-        if not changed or not bool(torch.stack([rows.any() for rows in changed.values()]).any()):
-            return
-        self._wait()
-        for p, rows in changed.items():
-            low = local(self.inner.low[p])
-            low[rows.to(low.device)] = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, wherever they lie."""
