@@ -216,7 +216,7 @@ def test_a_run_trains_and_resumes_with_what_was_chosen(
     stored = yaml.safe_load((tmp_path / "auto" / "run" / "config.yaml").read_text())
     place = stored["engine"]["place"]
     assert isinstance(place, dict)
-    assert str(place["gradients"]) in capsys.readouterr().out
+    assert written(place) in capsys.readouterr().out
     train(auto("engine.gpu_gib=80"))
     assert (
         yaml.safe_load((tmp_path / "auto" / "run" / "config.yaml").read_text())["engine"]["place"]
