@@ -108,11 +108,17 @@ def masters(made: Made) -> dict[str, Tensor]:
     return whole
 
 
-def of_engine(config: Config, first: int = 0, last: int = STEPS, engine: Any = None) -> Any:
+def of_engine(
+    config: Config,
+    first: int = 0,
+    last: int = STEPS,
+    engine: Any = None,
+    rate: Callable[[int], float] = lambda step: 1e-2,
+) -> Any:
     """The same of our engine, without placement."""
     engine, done = engine or real(config), []
     for step in range(first, last):
-        result = engine.step(step, 1e-2, partial(batch, step), telemetry=False)
+        result = engine.step(step, rate(step), partial(batch, step), telemetry=False)
         norm = result.grad_norm if config.train.clip_by == "norm" else float("nan")
         done.append((result.loss, norm))
     return done, kept(engine)
@@ -177,6 +183,29 @@ def by_unit(cases: list[str], world: int) -> dict[str, str]:
             made = sharded(config)
             found[f"{case}, {place}"] = unlike((steps(config, made), masters(made)), wanted)
     return answers(found)
+
+
+def scheduled() -> str:
+    """A model that begins without memory, and a schedule that changes the rate while updates still
+    wait."""
+    start()
+    config = placed("split_fp32_states", 2, 1, "host", ordered=True)
+    rounded = {n: t.bfloat16().float() for n, t in build_uneven().state_dict().items()}
+    with torch.device("meta"):
+        model = build_uneven()
+    how: dict[str, Any] = {"masters": "split", "place": "host", "param_dtype": "bf16"}
+    found = shard(model, config.recipe, config.cluster, ordered=True, seed=config.seed, **how)
+    model.to_empty(device="cpu")
+    options = dcp_state.StateDictOptions(full_state_dict=True)
+    dcp_state.set_model_state_dict(model, dict(rounded), options=options)
+    made = model, found, optimizer(config, model, found)
+    schedule = torch.optim.lr_scheduler.LambdaLR(made[2], lambda step: 1 / (1 + step))
+    outcome = steps(config, made, between=lambda step: schedule.step()), masters(made)
+    whole = build_uneven()
+    whole.load_state_dict(rounded)
+    engine = real(placed("split_fp32_states", 2, 1, ordered=True), whole)
+    wanted = of_engine(config, engine=engine, rate=lambda step: 1e-2 / (1 + step))
+    return unlike(outcome, wanted) if asked() else ""
 
 
 # ---------------------------------------------------------------------- checkpoints

@@ -19,6 +19,7 @@ from tests.engines.place_loop_jobs import (
     not_finite,
     refusals,
     resharded,
+    scheduled,
     stopped,
     written,
 )
@@ -60,6 +61,10 @@ def test_auto_takes_what_a_budget_leaves() -> None:
 def test_clipped_by_unit() -> None:
     assert run_world(2, by_unit, ["split", "8bit_states"], 2) == {}
     assert run_world(1, by_unit, ["split_zero3"], 1) == {}
+
+
+def test_a_schedule_changes_no_update_that_waits() -> None:
+    assert run_world(2, scheduled) == ""
 
 
 def test_loops_that_end_before_their_update(tmp_path: Path) -> None:
