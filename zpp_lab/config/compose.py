@@ -402,8 +402,12 @@ def _as_rehearsal(values: dict[str, Any], whole: str, name: str) -> dict[str, An
     mini, shape = _mapping(conf_dir() / "mini.yaml"), {f"model.{field}" for field in _SHAPE}
     own = [str(w).replace(f"runs/{whole}_", f"runs/{name}_") for w in values.get("overrides", [])]
     own = [override for override in own if setting_of(override) not in shape]
-    parts = any(setting_of(override) == "cluster.tp" for override in own)
-    words = [w for w in mini["overrides"] if not (parts and setting_of(w) == "model.loss_chunk")]
+    kept = set()  # what the study has
+    if any(setting_of(override) == "cluster.tp" for override in own):
+        kept.add("model.loss_chunk")
+    if any(override.startswith("experiment=rl_") for override in own):
+        kept.add("train.micro_steps")  # as many completions as a rollout has
+    words = [w for w in mini["overrides"] if setting_of(w) not in kept]
     found = mini | {"name": name, "overrides": [*own, *words]}
     if values.get("branch"):
         found["branch"] = values["branch"] | {"steps": _steps(words)}
