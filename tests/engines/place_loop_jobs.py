@@ -149,11 +149,17 @@ def every(cases: dict[str, list[Place]], world: int) -> dict[str, str]:
         for place in places:
             config = placed(case, world, 1, place, ordered=True)
             made = sharded(config)
-            outcome = steps(config, made), made[2].placing.residence.waits
-            resident = made[2].resident
-            assert (resident.pending is not None) == outcome[1], "the last update should wait"
+            waits, resident = made[2].placing.residence.waits, made[2].resident
+            at_once: list[bool] = []  # of the last block, while the root begins
+            made[0].embed.register_forward_hook(
+                lambda *_, r=resident, seen=at_once: seen.append("layers.1" in r.updated)
+            )
+            done = steps(config, made)
+            assert (resident.pending is not None) == waits, "the last update should wait"
             assert not resident.there
-            found[f"{case}, {place}"] = unlike((outcome[0], masters(made)), wanted)
+            micros = config.train.micro_steps
+            assert not any(at_once[::micros]) or not waits, "a unit was updated before its turn"
+            found[f"{case}, {place}"] = unlike((done, masters(made)), wanted)
             assert resident.pending is None
     return answers(found)
 

@@ -282,7 +282,9 @@ class Loop:
                 self.wrapped.enter(max(0, done - 1))
                 kept.start(done)
             self.there, self.awaited, self.marked = (), {}, None
-        if self.marked is None and (self.follows_updates or len(self.wrapped.plans) > 1):
+        # with `placing` no other optimizer steps, and marks would not let updates wait
+        steps = (self.follows_updates or len(self.wrapped.plans) > 1) and self.placing is None
+        if self.marked is None and (self.kept.updates or steps):
             self.marked = self.marks()
         return True
 
