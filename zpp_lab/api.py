@@ -293,8 +293,8 @@ def shard(
     seed: of noise; `zpp-lab train` takes its run's.
     steps: of the run, for a recipe whose phases begin after a share of them.
     transport: how bytes get to other ranks (engine.transport).
-    place, masters, optimizer_state, clip_by: as engine.place and train.* of these names, with the
-        same bits; the optimizer is then `Sharded.adamw`.
+    place, masters, optimizer_state, clip_by: as engine.place (without weights) and train.* of these
+        names, with the same bits; the optimizer is then `Sharded.adamw`.
     gpu_gib, host_gib: with place="auto" what training state may take of a GPU, without activations,
         and a host's memory, of all its ranks.
 

@@ -6,9 +6,10 @@ bits of a run: its step takes the gradients wherever they lie and hands the upda
 which updates each unit just before its next forward.
 
 No call of the loop is expected between a step and that forward. While an update waits, parameters
-are `Late`: the first function of torch that reads or writes one of them updates all of them before
-it goes on. The optimizer's `state` does the same. A gradient in host memory leaves a stand-in in
-`p.grad` (`Gone`): it counts as long as the stand-in is there, and whatever reads it is refused.
+are `Watched`: the first function of torch that reads or writes one of them updates all of them
+before it goes on. The optimizer's `state` does the same. A gradient in host memory leaves a
+stand-in in `p.grad`, `Watched` too: the gradient counts as long as that is there, and a read of it
+is refused.
 
 Low planes belong to the bits of their high planes. Weights may be written at any time, by a load, a
 swap, through `.data`. So marks of all rows are kept, and an update takes the low planes of rows
