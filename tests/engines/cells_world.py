@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.cuda import device_count
 
+from tests.engines.fsdp_world import run_world
 from tests.engines.test_parts import ACTS8, MIXED, VOCAB, batch, configured
 from tests.engines.test_stages import MIXED as PIPED
 from tests.engines.test_stages import PIPE8, Shape
@@ -179,7 +180,7 @@ def shard_state(engine: VirtualEngine, rank: int) -> dict[str, Tensor]:
     return found
 
 
-def compare(shape: Shape, cases: list[str], device: torch.device = CPU) -> dict[str, str]:
+def compare(shape: Shape, cases: Sequence[str], device: torch.device = CPU) -> dict[str, str]:
     """Case → what differs ("" when nothing); to be run on every rank."""
     torch.use_deterministic_algorithms(True)
     found = {}
@@ -209,6 +210,14 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def compared(shape: Shape, cases: Sequence[str]) -> dict[str, str]:
+    """Compare over gloo, in worlds of a few cases: each leaves the threads of its groups behind."""
+    found: dict[str, str] = {}
+    for first in range(0, len(cases), 6):
+        found |= run_world(size(shape), compare, shape, cases[first : first + 6])
+    return found
 
 
 def run(engine: Engine, readers: int) -> list[Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.engines.cells_world import PARTS, both_dtypes, compare, real, size, steps, twin
+from tests.engines.cells_world import PARTS, both_dtypes, compared, real, size, steps, twin
 from tests.engines.fsdp_jobs import complaint
 from tests.engines.fsdp_world import run_world
 from tests.engines.test_parts import batch, made, same, train
@@ -30,7 +30,7 @@ SOME_NODES = ("zeropp", "differences", "node")  # need several nodes with severa
 
 @pytest.mark.parametrize("shape", FAST, ids=str)
 def test_real_parts_have_the_virtual_ones_bits(shape: Shape) -> None:
-    said = run_world(size(shape), compare, shape, list(FAST[shape]))
+    said = compared(shape, FAST[shape])
     assert said == dict.fromkeys(FAST[shape], "")
 
 
@@ -102,5 +102,5 @@ def test_all_recipes_with_real_parts(shape: Shape) -> None:
     cases = [case for case in PARTS if several or case not in SOME_NODES]
     weights = ("mixed", "qwen2")  # a cell of one sends none
     cases = both_dtypes(case for case in cases if not alone or case not in weights)
-    said = run_world(size(shape), compare, shape, cases)
+    said = compared(shape, cases)
     assert said == dict.fromkeys(cases, "")

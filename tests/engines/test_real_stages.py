@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.engines import cells_world
-from tests.engines.cells_world import BF16, STAGES, both_dtypes, compare, real, size, steps, twin
+from tests.engines.cells_world import BF16, STAGES, both_dtypes, compared, real, steps, twin
 from tests.engines.fsdp_jobs import complaint
 from tests.engines.fsdp_world import run_world
 from tests.engines.test_parts import batch, same, train
@@ -50,7 +50,7 @@ SLOW: dict[Shape, list[str]] = {
 
 @pytest.mark.parametrize("shape", FAST, ids=str)
 def test_real_stages_have_the_virtual_ones_bits(shape: Shape) -> None:
-    said = run_world(size(shape), compare, shape, list(FAST[shape]))
+    said = compared(shape, FAST[shape])
     assert said == dict.fromkeys(FAST[shape], "")
 
 
@@ -58,7 +58,7 @@ def test_real_stages_have_the_virtual_ones_bits(shape: Shape) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("shape", SLOW, ids=str)
 def test_every_real_case_has_the_virtual_ones_bits(shape: Shape) -> None:
-    said = run_world(size(shape), compare, shape, list(SLOW[shape]))
+    said = compared(shape, SLOW[shape])
     assert said == dict.fromkeys(SLOW[shape], "")
 
 
