@@ -107,8 +107,9 @@ class Resident:
         self.updated: set[str] = set()  # units, of those that it updates
         self.units = {u.unit.name: [p.name for p in u.unit.parameters] for u in plan.units}
         # weights that come for a gather would lie about until then
-        some = set(passing) if brought is None else set()
-        self.passing = [unit for unit, names in self.units.items() if some.intersection(names)]
+        far_off = brought.high.keys() if brought is not None else set[str]()
+        some = {u: set(passing).intersection(names) for u, names in self.units.items()}
+        self.passing = [u for u in some if some[u] and far_off.isdisjoint(self.units[u])]
         # by unit, until the computing stream waits for its weights: their events, and what the
         # update reads
         self.under_way: dict[str, tuple[list[Any], object]] = {}
@@ -300,7 +301,7 @@ class Brought:
         """Keep what an update of a unit has left on the device, if a gather follows."""
         fresh, self.optimizer.fresh = self.optimizer.fresh, {}
         new = {n: fresh[p] for n in self.own[unit] if (p := self.parameters[n]) in fresh}
-        if gathers:
+        if gathers and new:
             self.there.setdefault(unit, {}).update(new)
             return
         for tensor in new.values():
