@@ -334,7 +334,15 @@ def test_differences_of_parts_are_kept_and_saved() -> None:
         ((1, 4, 2), {"grads": {"bits": 8, "memory": {"kind": "residual"}}}, {}, "memory.kind"),
         ((2, 4, 2), {"sharding": dict.fromkeys(SHARDED, "none")}, {}, "sharding.optimizer"),
         ((1, 2, 2), {}, {"engine": {"name": "deepspeed"}}, "engine=deepspeed"),
-        ((1, 2, 2), {}, {"engine": {"compile": True}}, "engine.compile"),
+        (
+            (1, 2, 2),
+            {},
+            {
+                "engine": {"compile": True},
+                "model": {"name": "hf", "options": {"model_type": "llama"}},
+            },
+            "engine.compile",
+        ),
         ((1, 2, 2), {}, {"engine": {"name": "fsdp", "offload": True}}, "engine.offload"),
         ((1, 2, 2), {}, {"optimizer_state": "8bit"}, "train.optimizer_state"),
         (

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from tests.engines.cells_world import PARTS, both_dtypes, compared, real, size, steps, twin
 from tests.engines.fsdp_jobs import complaint
@@ -100,7 +103,41 @@ def test_checkpoints_hold_whole_tensors_whatever_the_parts(case: str, tmp_path: 
 def test_all_recipes_with_real_parts(shape: Shape) -> None:
     several, alone = shape[0] > 1, size(shape) == shape[2]
     cases = [case for case in PARTS if several or case not in SOME_NODES]
+    cases = [case for case in cases if not case.startswith(("compiled", "traced"))]
     weights = ("mixed", "qwen2")  # a cell of one sends none
     cases = both_dtypes(case for case in cases if not alone or case not in weights)
     said = compared(shape, cases)
+    assert said == dict.fromkeys(cases, "")
+
+
+def graphs_of_regions() -> dict[str, Any]:
+    """Both engines with compiled blocks, traced, but not built: what differs, and the graphs of the
+    real one."""
+    with patch("torch.compile", partial(torch.compile, backend="eager")):
+        found: dict[str, Any] = compare((1, 2, 2, 1), ["traced"])
+        counters.clear()
+        engine = real("traced", (1, 2, 2, 1))
+    steps(engine, 0, 2)
+    found["step"] = counters["stats"]["unique_graphs"]
+    found["breaks"] = dict(counters["graph_break"])
+    return found
+
+
+def test_compiled_parts_share_a_graph_for_each_region() -> None:
+    """Attention, MLP, and what lies between; exchanges are in none of them."""
+    assert run_world(2, graphs_of_regions) == {"traced": "", "step": 3, "breaks": {}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "cases"),
+    [
+        ((1, 2, 2, 1), ("compiled", "compiled_bf16", "compiled_mixed")),
+        ((2, 2, 2, 1), ("compiled", "compiled_bf16", "compiled_mixed")),
+        ((1, 4, 2, 2), ("compiled",)),
+    ],
+    ids=str,
+)
+def test_compiled_parts_have_the_virtual_ones_bits(shape: Shape, cases: tuple[str, ...]) -> None:
+    said = run_world(size(shape), compare, shape, list(cases))
     assert said == dict.fromkeys(cases, "")

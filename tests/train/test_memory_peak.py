@@ -8,19 +8,24 @@ least of several steps counts.
 
 from __future__ import annotations
 
+from functools import partial
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from tests.engines.fsdp_world import run_world
-from tests.train.test_memory import FusedNorm, norms_of
+from tests.train.test_memory import FusedNorm, kept, norms_of
 from zpp_lab.config.load import load
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import Batches
 from zpp_lab.engines.build import build_plan, model_of
+from zpp_lab.engines.compile import compile_units
 from zpp_lab.engines.fsdp.engine import FsdpEngine
 from zpp_lab.models import build_parts
 from zpp_lab.train.memory.activations import Activations, Slices
@@ -126,6 +131,29 @@ def test_a_parts_block_holds_what_was_planned(
     assert held <= planned <= held + acts.row
     if smaller == 1:  # evaluation sends uncompressed activations
         assert passing.most + acts.row == pytest.approx(acts.passing, rel=0.1)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize(("shape", "tp"), [((64, 176, 1), 2), ((128, 16, 2), 4)])
+def test_a_compiled_parts_block_keeps_what_its_partition_says(
+    shape: tuple[int, int, int], tp: int, qk_norm: bool
+) -> None:
+    """By the partition of torch.compile's default backend, without its code."""
+    dim, ffn, sequences = shape
+    cfg = ModelConfig(dim=dim, layers=1, heads=4, kv_heads=4, ffn=ffn, qk_norm=qk_norm)
+    part, tokens = build_parts(cfg, 96, tp, "cpu")[0].bfloat16(), sequences * 128 // tp
+    slices = Slices(tp, *(2 * [tokens * dim * 2]))
+    part.join((part,), ShapeExchanges(slices))
+    part.see(torch.zeros(sequences, 128))
+    ((_, block),) = part.units()
+    norm = block.attention_norm  # which is not compiled
+    norm.forward = lambda x: FusedNorm.apply(x, norm.weight)
+    torch._dynamo.reset()
+    with patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
+        compile_units(part.units(), deterministic=False)
+    x = torch.randn(tokens, dim, dtype=torch.bfloat16, requires_grad=True)
+    planned = Activations(cfg, 96, tokens, 2, compiled=True, slices=slices).block
+    assert kept(block, x, block) == planned + 128 * dim  # of 128 positions' rotations, fp32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -86,7 +86,10 @@ def check_axes(config: Config) -> None:
     for ok, what in (
         (engine.name != "deepspeed", "engine=deepspeed: use engine=fsdp"),
         (config.task == "text", f"task={config.task}: use task=text"),
-        (not engine.compile or cluster.tp == 1, "engine.compile=true: use false"),
+        (
+            not engine.compile or cluster.tp == 1 or config.model.name != "hf",
+            "engine.compile=true with model=hf: use engine.compile=false",
+        ),
         (not engine.offload, "engine.offload=true: use false"),
         (train.optimizer_state != "8bit", "train.optimizer_state=8bit: use fp32 or bf16"),
         (
@@ -151,16 +154,17 @@ def model_of(config: Config, vocab_size: int, device: str, rank: int | None = No
         )
     elif config.cluster.tp > 1:
         parts = build_parts(config.model, vocab_size, config.cluster.tp, device, config.seed)
-        if rank is not None:
-            return parts[config.cluster.place(rank)["tp"]]
-        parts[0].join(parts, None)
-        return parts[0]
+        if rank is None:
+            parts[0].join(parts, None)
+        model = parts[0 if rank is None else config.cluster.place(rank)["tp"]]
     else:
         model = build_model(config.model, vocab_size, device=device, seed=config.seed)
     if config.engine.compile:
         from zpp_lab.engines.compile import compile_units  # loads the compiler
 
-        compile_units(model.units(), config.engine.deterministic)
+        lanes = getattr(model, "lanes", (model,))
+        units = [unit for lane in lanes for unit in lane.units()]
+        compile_units(units, config.engine.deterministic)
     return model
 
 

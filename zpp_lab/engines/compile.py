@@ -1,7 +1,8 @@
 """torch.compile, block by block: the one place where it is applied, for every engine.
 
 Only a block's own computation is compiled. What wraps the block (FSDP2's hooks, and ours) stays
-outside, so gathers and reductions run as they do without it. Blocks of one shape share their
+outside, so gathers and reductions run as they do without it. Tensor parts exchange inside of their
+blocks: there the `regions()` between two exchanges are compiled. Blocks of one shape share their
 code. Every engine compiles the same blocks, so they agree to the bit with it as without it;
 compiled and uncompiled runs do not.
 """
@@ -17,6 +18,8 @@ from torch import nn
 from torch._dynamo.utils import calculate_time_spent
 from torch._inductor.async_compile import AsyncCompile
 
+from zpp_lab.models.cut import PartBlock
+
 # What this file leans on beyond the names that it spells out; a test looks for it.
 LEANS_ON = {"torch._inductor.config": ("deterministic",)}
 
@@ -26,7 +29,7 @@ Options = dict[str, str | int | bool | Callable[..., object]]
 def compile_units(
     units: Iterable[tuple[str, nn.Module]], deterministic: bool, **options: str | int | bool
 ) -> None:
-    """Compile each unit's forward, in place, for inputs of one shape at a time.
+    """Compile each unit's forward, or its regions, in place, for inputs of one shape at a time.
 
     `deterministic`: kernels are picked by rule and not by trial, alike on every rank. `options`:
     more of the compiler's. A unit that sees too many shapes is an error: running it uncompiled
@@ -38,9 +41,13 @@ def compile_units(
     settings: Options = {"deterministic": True, **options} if deterministic else {**options}
     own: dict[CodeType, CodeType] = {}
     for _, module in units:
-        forward = _apart(module.forward, own)
-        compiled = torch.compile(forward, options=settings or None, dynamic=False)  # type: ignore[arg-type]
-        module.forward = compiled  # type: ignore[method-assign]
+        regions: list[tuple[nn.Module, str]] = [(module, "forward")]
+        if isinstance(module, PartBlock):
+            regions = module.regions()
+        for owner, name in regions:
+            method = _apart(getattr(owner, name), own)
+            compiled = torch.compile(method, options=settings or None, dynamic=False)  # type: ignore[arg-type]
+            setattr(owner, name, compiled)
 
 
 def _apart(forward: Callable[..., object], own: dict[CodeType, CodeType]) -> Callable[..., object]:

@@ -224,7 +224,8 @@ class PartLlama(Parted, Llama):  # type: ignore[misc]
 
     def see(self, tokens: Tensor) -> None:
         Parted.see(self, tokens)
-        Llama.see(self, tokens)
+        for lane in self.lanes:
+            Llama.see(lane, tokens)
 
     def start(self, seed: int) -> Start:
         with torch.device("meta"):
@@ -244,24 +245,38 @@ class PartPieces(nn.Module):
     model: tuple[Any]  # in a tuple, so that it is no submodule
 
     def forward(self, *xs: Tensor) -> Any:
-        for norm, body in self.pieces:
-            xs = self._piece(xs, norm, body)
+        (norm, first), (_, second) = self.pieces
+        normed = [getattr(b, norm)(x) for b, x in zip(self.lanes, xs, strict=True)]
+        xs, normed = self._between(xs, self._exchanged(first, normed))
+        sums = self._exchanged(second, normed)
+        xs = tuple(x + y for x, y in zip(xs, sums, strict=True))
         return xs if len(xs) > 1 else xs[0]
+
+    def between(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """End the first piece: x + y, and its norm, with which the second begins."""
+        x = x + y
+        normed: Tensor = getattr(self, self.pieces[1][0])(x)
+        return x, normed
 
     def run(self, body: str, x: Tensor) -> Tensor:
         """Compute a piece's body from all tokens [batch, length, dim]: this part's term."""
         made: Tensor = getattr(self, body)(x)
         return made
 
-    def _piece(self, xs: Sequence[Tensor], norm: str, body: str) -> tuple[Tensor, ...]:
+    def _between(
+        self, xs: Sequence[Tensor], sums: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        both = [b.between(x, y) for b, x, y in zip(self.lanes, xs, sums, strict=True)]
+        return tuple(x for x, _ in both), [normed for _, normed in both]
+
+    def _exchanged(self, body: str, normed: Sequence[Tensor]) -> list[Tensor]:
+        """Run a body on all tokens: each lane's slice of the sum."""
         (model,), place = self.model, f"{self.place}.{body}"
         assert model.exchanges is not None
-        normed = [getattr(b, norm)(x) for b, x in zip(self.lanes, xs, strict=True)]
         every = gather(model.exchanges, place, normed)
         rows = (x.view(*model.shape, -1) for x in every)
         made = [b.run(body, x).flatten(0, 1) for b, x in zip(self.lanes, rows, strict=True)]
-        sums = scatter(model.exchanges, place, made)
-        return tuple(x + y for x, y in zip(xs, sums, strict=True))
+        return scatter(model.exchanges, place, made)
 
 
 class PartBlock(PartPieces, Block):  # type: ignore[misc]
@@ -269,6 +284,11 @@ class PartBlock(PartPieces, Block):  # type: ignore[misc]
 
     def __init__(self, cfg: ModelConfig, rope: Rope) -> None:
         Block.__init__(self, cfg, rope)
+
+    def regions(self) -> list[tuple[nn.Module, str]]:
+        """Return what is compiled, as modules and methods: what lies between two exchanges, but for
+        the lone norm before the first and the sum after the last, a kernel each."""
+        return [(self.attention, "forward"), (self, "between"), (self.mlp, "forward")]
 
 
 class PartStart(Start):

@@ -12,7 +12,8 @@ torch.compile computes silu(gate) again, and of the MLP's input keeps the part t
 5 d + d + 2 k + 3 f. Its partition does not depend on the shapes (the tests count both).
 
 With tensor parts a rank has a slice of the tokens and all features, or all tokens and its part of
-the features: as many elements. Of other parts' tokens it keeps both norms' outputs too.
+the features: as many elements. Of other parts' tokens it keeps both norms' outputs too. Compiled
+parts keep 3 f for their MLP.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class Activations:
         """Return the most that a block's backward holds beyond what the block kept: incoming and
         flowing gradients and its parameters' own (`grads` bytes), less what has gone by then."""
         mlp, attention = self._own(grads)
-        parts = self._compiled_flow if self.compiled else self._eager_flow
+        whole = self.compiled and self.slices.tp == 1
+        parts = self._compiled_flow if whole else self._eager_flow
         return self.row + max(0, *parts(mlp, attention))
 
     def _own(self, grads: int) -> tuple[int, int]:
@@ -119,14 +121,16 @@ class Activations:
         is there; the last matrix of the MLP; q's, k's and v's gradients next to the output's; q's
         turned back in fp32, before and after; all matrices. With tensor parts also what travels: in
         the forward, then into and out of the MLP and out of the attention, whose keys' and values'
-        parts are added before."""
+        parts are added before. Compiled parts keep no silu(gate); here they hold it all the same.
+        """
         d, f, k = self.row, self._rows(self.model.ffn), self._rows(self._keys)
+        kept = (3 if self.compiled else 4) * f
         every, key = d + self._others, query * self._keys // self.model.dim
-        after = 3 * mlp - 4 * f - self._others
+        after = 3 * mlp - kept - self._others
         matrices = after + 2 * query + 2 * key - d - 2 * k
         moments = (
             mlp + 2 * f,
-            3 * mlp - 3 * f + 2 * every,
+            3 * mlp - kept + f + 2 * every,
             after + query + d + 2 * k,
             after + query + 2 * key + 2 * FP32 * self.tokens * self.model.dim - d - 2 * k,
         )
@@ -137,7 +141,7 @@ class Activations:
             *moments,
             every + 2 * tp * ahead + d,
             every + max(tp * back, f + mlp),
-            3 * mlp - 4 * f + 2 * tp * back + d,
+            3 * mlp - kept + 2 * tp * back + d,
             after + query + 2 * key + 3 * every - 2 * d - 2 * k,
             matrices + 2 * max(every, tp * back) - d,
         )

@@ -144,7 +144,7 @@ def host_advice(config: Config, machine: Machine, found: dict[str, StepTime]) ->
     if engine.blocks_per_unit == 1:
         larger = replace(engine, blocks_per_unit=4)
         text += _then("engine.blocks_per_unit=4", larger, config, machine, speeds)
-    if not engine.compile and config.cluster.tp == 1:
+    if not engine.compile and (config.cluster.tp == 1 or config.model.name != "hf"):
         compiled = replace(engine, compile=True)
         text += _then("engine.compile=true", compiled, config, machine, speeds) or (
             "; engine.compile=true needs fewer launches"  # nobody has measured how many
