@@ -80,8 +80,7 @@ PARTS: Table = {
     "states": (ACTS8, {**BF16, "optimizer_state": "bf16"}),
     "host_states": (ACTS8, {**BF16, "optimizer_state": "bf16", "optimizer_place": "host"}),
     "node": ({"shard": "node"} | ACTS8, BF16),
-    "compiled": (ACTS8, {"engine": {"compile": True}}),
-    "compiled_bf16": (ACTS8, BF16 | {"micro_steps": 3, "engine": {"compile": True}}),
+    "compiled": (ACTS8, {"micro_steps": 3, "engine": {"compile": True}}),
     "compiled_mixed": (
         MIXED,
         {**BF16, "model": {"qk_norm": True}, "engine": {"compile": True, "blocks_per_unit": 2}},

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-from tests.engines.cells_world import PARTS, both_dtypes, compared, real, size, steps, twin
+from tests.engines.cells_world import PARTS, both_dtypes, compare, compared, real, size, steps, twin
 from tests.engines.fsdp_jobs import complaint
 from tests.engines.fsdp_world import run_world
 from tests.engines.test_parts import batch, made, same, train
@@ -128,16 +128,15 @@ def test_compiled_parts_share_a_graph_for_each_region() -> None:
     assert run_world(2, graphs_of_regions) == {"traced": "", "step": 3, "breaks": {}}
 
 
+COMPILED: dict[Shape, list[str]] = {
+    (1, 2, 2, 1): both_dtypes(["compiled"]),
+    (2, 2, 2, 1): [*both_dtypes(["compiled"]), "compiled_mixed"],
+    (1, 4, 2, 2): ["compiled"],
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "cases"),
-    [
-        ((1, 2, 2, 1), ("compiled", "compiled_bf16")),
-        ((2, 2, 2, 1), ("compiled", "compiled_bf16", "compiled_mixed")),
-        ((1, 4, 2, 2), ("compiled",)),
-    ],
-    ids=str,
-)
-def test_compiled_parts_have_the_virtual_ones_bits(shape: Shape, cases: tuple[str, ...]) -> None:
-    said = run_world(size(shape), compare, shape, list(cases))
-    assert said == dict.fromkeys(cases, "")
+@pytest.mark.parametrize("shape", COMPILED, ids=str)
+def test_compiled_parts_have_the_virtual_ones_bits(shape: Shape) -> None:
+    said = compared(shape, COMPILED[shape])
+    assert said == dict.fromkeys(COMPILED[shape], "")

@@ -33,7 +33,7 @@ FAST: dict[Shape, tuple[str, ...]] = {
     (1, 4, 2, 2): ("acts8",),
 }
 NODES = ("differences", "differences_g4")  # need several nodes of a stage
-WHOLE = ("recomputed", "compiled")  # no tensor parts
+WHOLE = ("recomputed", "compiled")  # no tensor parts; test_real_parts.py compiles some
 SLOW: dict[Shape, list[str]] = {
     (1, 2, 1, 2): [
         *("raw", "raw_bf16", "pipe8", "pipe8_fp32", "sham", "hadamard", "recomputed", "compiled")
