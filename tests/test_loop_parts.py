@@ -329,6 +329,7 @@ def refusals() -> dict[str, str]:
     dp_tp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tp_dp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     pp_tp = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
+    nodes_tp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "tp"))
     cut, adapted, fine, apart, compiled, fresh = (family() for _ in range(6))
     compiled.lm_head.compile()
     parallelize_module(cut, dp_tp["tp"], TITAN)
@@ -361,6 +362,15 @@ def refusals() -> dict[str, str]:
         "use_cache": lambda: fine(ids, use_cache=True),
         "11 tokens": lambda: fine(ids[:1, :11]),
         "Sharded.reader": lambda: apart(tokens(0, dist.get_rank())),
+        "different labels": lambda: fine(ids, labels=tokens(0, dist.get_rank())),
+        "tokens from 250": lambda: fine(torch.full_like(ids, 250)),
+        "labels from -1": lambda: fine(ids, labels=torch.full_like(ids, -1)),
+        "different tokens": lambda: fine.eval()(tokens(0, dist.get_rank())),
+        "tp=0": lambda: shard(family(), "zero3", tp=0),
+        "tp=True": lambda: shard(family(), "zero3", tp=True),
+        "tp='2'": lambda: shard(family(), "zero3", tp="2"),  # type: ignore[arg-type]
+        "cluster.tp=4": lambda: shard(family(), "zero3", ClusterConfig(1, 4, tp=4), tp=2),
+        "nodes, gpus and tp": lambda: shard(family(), "zero3", mesh=nodes_tp),
     }
     found = {name: refused(job, ValueError)[0][1] for name, job in jobs.items()}
     assert fresh.lm_head.weight.shape[0] == 250, "it is not cut"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from zpp_lab.engines.fsdp.mesh import Ranks, mesh_of_parts
 from zpp_lab.engines.fsdp.wrap import Wrapped
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.models.cut import ROWS, Parted, cut_dim, map_state, part_state
+from zpp_lab.models.loss import IGNORED
 from zpp_lab.models.stages import stage_state
 from zpp_lab.runs.checkpoint.read import Rows, State
 
@@ -135,6 +136,8 @@ class LoopParts(OwnPart):
         super().__init__(model, plans[0], cluster, clock, watchdog)
         self.plans, self.cluster = plans, cluster
         self.backwards = self.tokens = 0  # those that have ended; of the last forward
+        self.model, self.classes = model, model.embed.weight.shape[0] * self.tp
+        self.compared: set[tuple[str, bool]] = set()  # between parts: tokens or labels, in training
         self.running = -1  # the backward under way
         self.aside: dict[str, Tensor] = {}
         self.parameters: Callable[[], dict[str, nn.Parameter]] = dict  # the masters
@@ -150,27 +153,42 @@ class LoopParts(OwnPart):
                 part = Replicate() if dim is None else Shard(dim)
                 place_in_whole(p, mesh, (part, Shard(0)))
 
-    def see(self, tokens: Tensor) -> None:
-        """Look at the tokens of a forward. ValueError where parts cannot share them, or at first
-        where they have different ones, on all of them."""
-        first, self.tokens = not self.tokens, tokens.numel()
-        if self.tokens % self.tp:
+    def see(self, kind: Literal["tokens", "labels"], values: Tensor) -> None:
+        """Look at tokens or labels of a forward. ValueError where parts cannot share the tokens,
+        where a number is no class, or where parts have different ones: the last on all of them, in
+        the first forward of training and of evaluation."""
+        if kind == "tokens":
+            self.tokens = values.numel()
+            if self.tokens % self.tp:
+                raise ValueError(
+                    f"tp={self.tp} does not divide the {self.tokens} tokens of a micro-batch of "
+                    f"{tuple(values.shape)}: pad sequences to a multiple"
+                )
+        if (new := (kind, self.model.training)) not in self.compared:
+            self._compare(kind, values.flatten().long())
+            self.compared.add(new)
+        known = (values >= 0) & (values < self.classes)
+        known = (known | (values == IGNORED) if kind == "labels" else known).all()
+        if values.is_cuda:  # as torch's embedding: the host does not wait
+            torch._assert_async(known)
+        elif not known:
+            besides = f", and {IGNORED} where there is none" if kind == "labels" else ""
             raise ValueError(
-                f"tp={self.tp} does not divide the {self.tokens} tokens of a micro-batch of "
-                f"{tuple(tokens.shape)}: pad sequences to a multiple"
+                f"{kind} from {int(values.min())} to {int(values.max())} with a vocabulary of "
+                f"{self.classes}: use 0 to {self.classes - 1}{besides}"
             )
-        if not first:
-            return
-        flat = tokens.flatten().long()
+
+    def _compare(self, kind: str, flat: Tensor) -> None:
+        """ValueError where parts have different numbers."""
         places = torch.arange(1, len(flat) + 1, device=flat.device)
         own = torch.stack((places[-1], flat.sum(), (flat * places).sum()))
         with self.uncounted():
-            (every,) = self.raw("tokens", [own])
+            (every,) = self.raw(kind, [own])
         if bool((every != every[0]).any()):
             raise ValueError(
-                f"tp={self.tp}: ranks of one tensor-parallel group read different batches: give "
-                "them the same one, number Sharded.reader of Sharded.readers (the data loaders of "
-                "Trainer and accelerate cannot)"
+                f"tp={self.tp}: ranks of one tensor-parallel group have different {kind}: give "
+                "them the same batch, number Sharded.reader of Sharded.readers (the data loaders "
+                "of Trainer and accelerate cannot)"
             )
 
     def scatter(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:

@@ -120,7 +120,7 @@ class Parted(nn.Module):
 
     lanes: tuple[Any, ...]
     exchanges: Exchanges | None
-    watch: Callable[[Tensor], None] | None = None  # gets the tokens of each forward
+    watch: Callable[[str, Tensor], None] | None = None  # gets tokens and labels of each forward
     tp: int
     part: int
     embed: nn.Embedding
@@ -161,7 +161,7 @@ class Parted(nn.Module):
         """Prepare a forward of these tokens, wherever it begins."""
         self.shape = tuple(tokens.shape)
         if self.watch is not None:
-            self.watch(tokens)
+            self.watch("tokens", tokens)
 
     def enter(self, tokens: Tensor) -> list[Tensor]:
         assert self.exchanges is not None, "join comes first"
@@ -187,6 +187,8 @@ class Parted(nn.Module):
 
     def scores(self, logits: Sequence[Tensor], targets: Tensor, each: bool = False) -> Tensor:
         """Return the scores of targets [N], as `_PartLoss`."""
+        if self.watch is not None:
+            self.watch("labels", targets)
         made: Tensor = _PartLoss.apply(self.exchanges, targets, self._first(logits), each, *logits)
         return made
 

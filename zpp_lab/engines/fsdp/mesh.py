@@ -95,10 +95,14 @@ class Ranks:
         """Return all ranks as nodes × GPUs × tensor parts where a model is to be cut into parts:
         as `tp` says, or else a dimension of the mesh. None where it stays, or is cut already.
         cluster: nodes × all GPUs of each. ValueError names how to write the mesh."""
+        if tp is not None and (type(tp) is not int or tp < 1):
+            raise ValueError(f"tp={tp!r}: use a whole number from 1, or leave it out")
         names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
         there = mesh.size(names.index(TP)) if mesh is not None and TP in names else None
         asked = cluster.tp if cluster is not None and cluster.tp > 1 else None
         cut = any(isinstance(p, DTensor) for p in model.parameters())
+        if asked is not None and tp not in (None, asked):
+            raise ValueError(f"tp={tp} contradicts cluster.tp={asked}: leave one of them out")
         wanted = tp or asked or (1 if cut else there) or 1
         if wanted == 1:
             return None
@@ -111,6 +115,7 @@ class Ranks:
             said = f"mesh of {tuple(mesh.shape)} with dimensions {', '.join(names)}"
             others = [n for n in names if n not in (NODES, GPUS, DP, TP) and mesh[n].size() > 1]
             ranks = mesh.mesh.flatten().tolist()
+            others += [NODES] * (NODES in names and GPUS not in names)
             if there != wanted or others or names[-1] != TP or ranks != list(range(len(ranks))):
                 raise ValueError(
                     f"tp={wanted} with {said}: tensor parts need a mesh of all ranks in order, "
