@@ -92,7 +92,9 @@ def _check_settings(name: str, factory: Callable[..., Codec], settings: dict[str
     except TypeError as error:
         unknown = sorted(set(settings) - set(signature.parameters))
         problem = f"has the unknown setting {unknown[0]!r}" if unknown else f"is not built: {error}"
-        raise ValueError(f"codec {name} {problem}; valid settings: {valid}") from None
+        raise ValueError(
+            f"codec {name} {problem}; valid settings: {valid or 'none: leave it out'}"
+        ) from None
 
 
 def _checked(name: str, codec: Any, again: Any) -> Codec:

@@ -104,6 +104,11 @@ def test_what_does_not_divide_is_named(words: list[str], message: str, capsys) -
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_a_reason_for_all_layouts_is_said_once(capsys) -> None:
+    assert main(["plan", "model=13b", "--gpus", "4", "--machine", "h200"]) != 0
+    assert capsys.readouterr().err.count("train.param_dtype=bf16") == 1
+
+
 def test_splits_that_the_model_does_not_have_are_listed(capsys) -> None:
     made = found(capsys, "--gpus", "8", "model.heads=4", "model.kv_heads=4")
     assert any("model.heads=4" in reason for reason in made["refused"])

@@ -105,17 +105,20 @@ def layouts(
     """Return the layouts of so many GPUs, the best first, and why others are none. ValueError where
     nodes do not divide the GPUs, or there is no layout at all."""
     base, every = _clusters(overrides, gpus)
-    found, refused = list[Layout](), list[str]()
+    found, why = list[Layout](), dict[str, list[str]]()
     for cluster in every:
         try:
             layout = _largest_pass(overrides, base, cluster, device)
             times = time_shown.times(layout.outlook.config, machine, speeds) if machine else {}
         except ValueError as error:
-            refused.append(f"tp={cluster.tp} pp={cluster.pp}: {error}")
+            why.setdefault(str(error), []).append(f"tp={cluster.tp} pp={cluster.pp}")
             continue
         found.append(replace(layout, times=times))
+    if not found and len(why) == 1:
+        raise ValueError(f"--gpus {gpus}: no layout: {next(iter(why))}")
+    refused = [f"{', '.join(dict.fromkeys(own))}: {reason}" for reason, own in why.items()]
     if not found:
-        raise ValueError(f"--gpus {gpus}: no layout; " + "; ".join(dict.fromkeys(refused)))
+        raise ValueError(f"--gpus {gpus}: no layout; " + "; ".join(refused))
     return sorted(found, key=lambda layout: layout.order), refused
 
 
