@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -153,7 +153,7 @@ class LoopParts(OwnPart):
                 part = Replicate() if dim is None else Shard(dim)
                 place_in_whole(p, mesh, (part, Shard(0)))
 
-    def see(self, kind: Literal["tokens", "labels"], values: Tensor) -> None:
+    def see(self, kind: str, values: Tensor) -> None:
         """Look at tokens or labels of a forward. ValueError where parts cannot share the tokens,
         where a number is no class, or where parts have different ones: the last on all of them, in
         the first forward of training and of evaluation."""
