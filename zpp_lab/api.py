@@ -45,10 +45,8 @@ from zpp_lab.config.load import load
 from zpp_lab.config.schema import (
     ClusterConfig,
     Config,
-    EngineConfig,
     Plane,
     RecipeConfig,
-    TrainConfig,
 )
 from zpp_lab.engines.build import parts_plan
 from zpp_lab.engines.fsdp.loops.graphed import Graphed
@@ -181,6 +179,10 @@ class Sharded:
         not finite. With state in host memory a unit is updated just before its next forward. A
         look at a parameter or at the optimizer's state updates all units first; one through a
         tensor that was taken before, such as `p.to_local()`, is not seen: take it again.
+
+        With masters="split" parameters are bf16, so averages of them need fp32 copies. What they
+        leave of the masters is `state[p]["low"]`, int16, which torch's backends do not send: save
+        the state sharded, without `full_state_dict`.
         """
         placing, own = self.loop.placing, self.model.parameters() if params is None else params
         if (clip is not None) != (placing is not None and placing.residence.by_unit):
@@ -400,21 +402,17 @@ def _settings(
 ) -> Config:
     """Return them as a run has them, which checks them; ValueError names `shard`'s arguments."""
     place, masters, optimizer_state, clip_by, gpu_gib, host_gib = asked
-    engine: dict[str, Any] = {"place": place if isinstance(place, str) else dict(place)}
+    where = dict(place) if isinstance(place, Mapping) else place
+    engine: dict[str, Any] = {"name": "fsdp", "place": where}
     engine |= {"gpu_gib": gpu_gib, "host_gib": host_gib}
     train: dict[str, Any] = {"masters": masters, "clip_by": clip_by}
     train |= {"optimizer_state": optimizer_state, "steps": sys.maxsize if steps is None else steps}
     train |= dict(zip(("param_dtype", "reduce_dtype"), dtypes, strict=True))
     try:
-        return Config(
-            seed=seed,
-            recipe=recipe,
-            cluster=cluster,
-            engine=EngineConfig(name="fsdp", **engine),
-            train=TrainConfig(**train),
-        )
+        run = {"seed": seed, "recipe": recipe, "cluster": cluster}
+        return load(Config, run | {"engine": engine, "train": train})
     except ValueError as error:
-        raise ValueError(re.sub(r"\b(train|engine)\.", "", str(error))) from error
+        raise ValueError(re.sub(r"\b(train|engine)\.", "", str(error))) from None
 
 
 def _own_dtype(model: nn.Module) -> Dtype:

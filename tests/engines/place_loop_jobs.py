@@ -420,6 +420,19 @@ def refusals() -> dict[str, str]:
     found["param_dtype"] = refused(lambda: fresh(param_dtype="fp32"))
     found["weights"] = refused(lambda: fresh(place={"weights": 1}))
     found["budget"] = refused(lambda: fresh(gpu_gib=1.0))
+    found["misspelled"] = refused(lambda: fresh(place="hots"))
+    found["no place"] = refused(lambda: fresh(place=None))
+    found["no plane"] = refused(lambda: fresh(place={"moment": 1}))
+    found["rate"] = refused(lambda: fresh()[1].adamw(lr=-1.0))
+    found["unit's clip"] = refused(lambda: fresh(clip_by="unit")[1].adamw(clip=-1.0))
+    model, own = fresh()
+    model.head.requires_grad_(False)
+    optimizer = own.adamw()
+    model.head.requires_grad_(True)
+    model(*rows).backward()
+    found["thawed"] = refused(lambda: own.clip_grad_norm_(1.0))
+    bare = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+    found["no state"] = refused(lambda: optimizer.load_state_dict(bare))
 
     model = build_uneven()
     assert type(shard(model, "zero3").adamw()) is torch.optim.AdamW

@@ -126,7 +126,8 @@ def _quoted(value: Any) -> str:
 
 
 def _explain(cls: type, error: Any) -> str:
-    place = ".".join(str(part) for part in error["loc"])
+    # pydantic names which type of several it tried, such as literal['host'], as a part
+    place = ".".join(part for part in map(str, error["loc"]) if "[" not in part)
     if error["type"] == "unexpected_keyword_argument":
         return unknown_key(cls, place)
     if error["type"] == "value_error":  # raised by a __post_init__ above: says it all

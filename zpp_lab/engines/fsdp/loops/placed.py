@@ -282,7 +282,12 @@ class PlacedAdamW(Optimizer):
         self, params: Iterable[Any], loop: Followed, placing: Placing, clip: float, **defaults: Any
     ) -> None:
         """`clip`: of each unit, with clip_by='unit'. defaults: of groups, as torch's AdamW has."""
+        if placing.residence.by_unit and not clip > 0:
+            raise ValueError(f"sharded.adamw(clip={clip}): use a norm above 0")
         super().__init__(params, defaults)
+        for group in self.param_groups:  # torch's refuses what is out of range
+            own = {name: group[name] for name in defaults}
+            torch.optim.AdamW([nn.Parameter(torch.zeros(1))], **own)
         self.loop, self.placing = loop, placing
         self.parameters, train = loop.parameters(), placing.config.train
         names = {p: n for n, p in self.parameters.items()}
@@ -363,7 +368,15 @@ class PlacedAdamW(Optimizer):
     def _norm(self) -> Tensor:
         assert isinstance(self.resident, LoopResident)
         self.resident.settle()
+        self._check_known(self.resident.grads())
         return self.loop.total(self.resident.norm())
+
+    def _check_known(self, grads: Mapping[str, Tensor]) -> None:
+        if unknown := sorted(grads.keys() - self.names.keys()):
+            raise ValueError(
+                f"{unknown[0]} has a gradient, but sharded.adamw was made without it, or while it "
+                "was frozen: give sharded.adamw all parameters that are trained, unfrozen"
+            )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -398,11 +411,7 @@ class PlacedAdamW(Optimizer):
         grads, step = resident.grads(), self.loop.wrapped.clock.step
         if not grads:
             return torch.zeros((), device=self.loop.device)
-        if unknown := sorted(grads.keys() - self.names.keys()):
-            raise ValueError(
-                f"{unknown[0]} has a gradient, but sharded.adamw was made without it, or while it "
-                "was frozen: give sharded.adamw all parameters that are trained, unfrozen"
-            )
+        self._check_known(grads)
         clipped, self.clipped = self.clipped, None
         norm, factor = clipped or (self._norm(), None)
         if not bool(torch.isfinite(norm)):
@@ -464,10 +473,10 @@ class PlacedAdamW(Optimizer):
             group.update({k: v for k, v in given.items() if k != "params"})
             for key, p in zip(given["params"], group["params"], strict=True):
                 for name, into in own[p].items() if p in own else ():
-                    value = state_dict["state"][key].get(name)
+                    value = state_dict["state"].get(key, {}).get(name)
                     if value is None or value.dtype != into.dtype or value.shape != into.shape:
                         raise ValueError(
-                            f"the state of a parameter {tuple(p.shape)} has {name} otherwise: set "
+                            f"the state of a parameter {tuple(p.shape)} has no such {name}: set "
                             "zpp_lab.shard's masters and optimizer_state to what it was saved with"
                         )
                     local(into).copy_(local(value))
