@@ -207,11 +207,11 @@ def other_order(self: Attention, x: Tensor) -> Tensor:
     return self.wo(out.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 
-def through_a_node(self: PartPieces, xs: Any, *names: str) -> tuple[Tensor, ...]:
-    return _piece(self, [x.view_as(x) for x in xs], *names)
+def through_a_node(self: PartPieces, *xs: Tensor) -> Any:
+    return _forward(self, *(x.view_as(x) for x in xs))
 
 
-_piece = PartPieces._piece
+_forward = PartPieces.forward
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "own slice not decoded": (OwnPart, "gather", own_slice),
     "shared gradients not summed": (OwnPart, "sum", unsummed),
@@ -219,7 +219,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "terms in another order": (Attention, "forward", other_order),
 }
 HARMLESS = {  # both uses of a piece's input are added, in whatever order
-    "x enters pieces by a node": (PartPieces, "_piece", through_a_node),
+    "x enters pieces by a node": (PartPieces, "forward", through_a_node),
 }
 
 

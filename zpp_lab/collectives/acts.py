@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -134,14 +133,7 @@ class ActsEncoder:
         errors = observer.room(wire, layout, room) if observer is not None else None
         kernels.encode(layout, [x.detach()], noise, room, errors)
         if observer is not None:
-            observer.encoded(wire, _summed(layout) if len(rows) > 1 else layout, errors)
-
-
-@cache
-def _summed(layout: Layout) -> Layout:
-    """Name terms of sums apart from slices, which travel on the same wire at the same place:
-    telemetry takes two transfers of one name for one."""
-    return Layout(tuple(replace(s, name=f"{s.name}.sum") for s in layout.segments))
+            observer.encoded(wire, layout, errors)
 
 
 class Parts(ActsEncoder):
@@ -180,7 +172,8 @@ class Parts(ActsEncoder):
     def scatter(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
         """Terms [tp · n, dim] of these parts → each one's slice [n, dim] of the sum over all."""
         tp, rows = self.plan.tp, xs[0].shape[0] // self.plan.tp
-        layout = self.layout(wire, place, xs[0].numel() // tp, xs[0].dtype)
+        # slices travel on the same wire at the same place: terms have noise and errors of their own
+        layout = self.layout(wire, f"{place}.sum", xs[0].numel() // tp, xs[0].dtype)
         payloads = xs[0].new_empty(tp, len(self.own), layout.nbytes, dtype=torch.uint8)
         leg = None
         if self.transport is not None:
