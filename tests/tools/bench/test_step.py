@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,15 @@ from tests.tools.links.shared import refusal
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.study.speed.results import read_speeds
 from zpp_lab.tools.bench.step import run
-from zpp_lab.tools.bench.step.arms import COMPUTE, KERNELS, Arm, arms, compared, with_compute
+from zpp_lab.tools.bench.step.arms import (
+    COMPUTE,
+    KERNELS,
+    Arm,
+    arms,
+    compared,
+    paired,
+    with_compute,
+)
 from zpp_lab.tools.bench.step.run import Pace, StepBench, main
 from zpp_lab.tools.bench.step.session import SessionError
 from zpp_lab.tools.links.nodes import OneHost
@@ -160,6 +169,14 @@ def test_plain_arms_and_twins_come_by_themselves() -> None:
     }
     assert list(beside(["kept: fsdp2+node model.loss_chunk=0"])) == ["fsdp2", "hsdp", "kept"]
     assert beside(["ds: recipe=zeropp engine=deepspeed"])["ds"] == ""  # a peer
+    raw = "amsp_node_4: recipe=amsp_node engine.blocks_per_unit=4"
+    named = paired(arms([DIFF, raw, larger, "zeropp"], [*TINY, "cluster=2x1"]))
+    assert {arm.name: arm.twin for arm in named} == {
+        "diff_g84h": "",
+        "amsp_node_4": "",
+        "diff_g84h_4": "amsp_node_4",
+        "zeropp": "",
+    }
     with pytest.raises(ValueError, match="rename it"):
         beside(["zeropp_raw: recipe=w4", "zeropp"])
 
@@ -284,6 +301,27 @@ def test_a_budget_ends_it_and_keeps_what_there_is(fake: type[Fake], tmp_path: Pa
     made = bench(tmp_path, ["fsdp2"], budget=1e-9)
     assert made.stopped
     assert not (tmp_path / "results.csv").exists()
+
+
+def test_a_third_of_a_budget_is_kept_from_builds(
+    fake: type[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    class Slow(Fake):
+        def ask(self, limit: float, do: str, **more: Any) -> list[dict[str, Any]]:
+            now[0] += 25 if do == "build" else 0.1
+            return super().ask(limit, do, **more)
+
+    monkeypatch.setattr(run, "Session", Slow)
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    made = bench(tmp_path, ["zeropp", "fsdp2", "zero3"])
+    built = [name for do, name, _ in fake.asked if do == "build"]
+    assert built == [COMPUTE, KERNELS, "zeropp"]
+    assert made.failed == dict.fromkeys(["fsdp2", "zero3"], run.LATE)
+    assert {name: row["steps"] for name, row in read_rows(tmp_path).items()} == dict.fromkeys(
+        built, "6"
+    )
 
 
 @pytest.mark.slow

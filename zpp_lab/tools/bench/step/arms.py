@@ -136,8 +136,7 @@ def compared(every: Sequence[Arm], overrides: Sequence[str]) -> list[Arm]:
     found = [*arms(plain, overrides)] if plain else []
     usual = compose(merged(DEFAULTS, overrides, ["recipe=zero3"]))
     for arm in every:
-        if arm.maker == "quick" and arm.config.recipe.coded:
-            config = replace(arm.config, recipe=twin(arm.config.recipe))
+        if config := _twin(arm):
             same = [a for a in (*every, *found) if _same(a, config)]
             taken = {a.name for a in (*every, *found)}
             raw = same[0] if same else _raw(arm, config, usual, taken)
@@ -147,6 +146,23 @@ def compared(every: Sequence[Arm], overrides: Sequence[str]) -> list[Arm]:
         found.append(arm)
     first = [arm for arm in found if arm.engine == PLAIN]  # so that no budget ends before them
     return [*first, *(arm for arm in found if arm.engine != PLAIN)]
+
+
+def paired(every: Sequence[Arm]) -> list[Arm]:
+    """Return the arms alone, each with its raw twin's name where that is one of them."""
+    found = []
+    for arm in every:
+        config = _twin(arm)
+        names = [a.name for a in every if config and _same(a, config)]
+        found.append(replace(arm, twin=names[0] if names else ""))
+    return found
+
+
+def _twin(arm: Arm) -> Config | None:
+    """The settings of the arm's raw twin; None where it has none."""
+    if arm.maker != "quick" or not arm.config.recipe.coded:
+        return None
+    return replace(arm.config, recipe=twin(arm.config.recipe))
 
 
 def _graphs(every: Sequence[Arm]) -> bool:

@@ -50,6 +50,7 @@ from zpp_lab.tools.bench.step.arms import (
     Arm,
     arms,
     compared,
+    paired,
     sessions,
     with_compute,
 )
@@ -71,6 +72,8 @@ from zpp_lab.train.launch.ranks import Hosts, nccl_settings
 
 Link = float | None
 MEMORY = "out of memory"  # in what torch says when a GPU has none left
+TIMING = 1 / 3  # of a session's time is kept from building arms
+LATE = "no time was left to build it: use a larger --budget, fewer arms or --apart"
 APART = "all arms of a session are in memory together: add --apart, which times one at a time"
 
 
@@ -162,7 +165,12 @@ class StepBench:
             return []
         try:
             self.facts = session.ask(self._patience(), "facts")[0]
+            kept = self._left() * TIMING
             for number, arm in enumerate(arms):
+                if number and self._left() < kept:
+                    self.failed.update({late.name: LATE for late in arms[number:]})
+                    arms = arms[:number]
+                    break
                 active[:] = [arm.name]
                 session.ask(self._patience(), "build", arm=number)
                 if arm.name in FLOORS:
@@ -220,10 +228,13 @@ class StepBench:
 
     def _patience(self) -> float:
         """Seconds that a command may take."""
-        left = self.deadline - time.monotonic()
+        left = self._left()
         if left <= 0:
             raise OutOfTime
         return min(self.pace.limit, left + 5.0)
+
+    def _left(self) -> float:
+        return self.deadline - time.monotonic()
 
     def _limit(self, link: Link) -> None:
         self.hosts.limit(link)
@@ -470,8 +481,7 @@ def main(argv: Sequence[str]) -> int:
     words = [word for word in args.recipes.split(",") if word] + args.arm
     overrides = [*args.overrides, *shape, *device]
     every = arms(words, overrides)
-    if not args.no_twins:
-        every = compared(every, overrides)
+    every = paired(every) if args.no_twins else compared(every, overrides)
     if not args.no_compute:
         every = with_compute(every)
     if args.apart:
