@@ -156,6 +156,7 @@ class StepBench:
 
     def _session(self, arms: list[Arm], links: Sequence[Link]) -> list[Arm]:
         """Time the arms in processes of their own; those that are left when one has failed."""
+        self._patience()  # no ranks start after the budget's end
         self.hosts.limit(None)  # until the arms are built
         active: list[str] = [arms[0].name]  # who is to blame
         try:
