@@ -238,8 +238,14 @@ def _hint(cls: Any, path: list[str]) -> Any:
     for part in path:
         if not part.isdigit():
             inner = _dataclass_in(cls)
-            cls = _hints(inner).get(part) if is_dataclass(inner) else None
+            cls = _hints(inner).get(part) if is_dataclass(inner) else _values_of(cls)
     return cls
+
+
+def _values_of(hint: Any) -> Any:
+    """Return the type of a mapping's values; None where `hint` has no mapping."""
+    kinds = (hint, *get_args(hint))
+    return next((get_args(a)[1] for a in kinds if typing.get_origin(a) is dict), None)
 
 
 # of a class; a study asks for each of its runs
