@@ -181,8 +181,7 @@ class Sharded:
         tensor that was taken before, such as `p.to_local()`, is not seen: take it again.
 
         With masters="split" parameters are bf16, so averages of them need fp32 copies. What they
-        leave of the masters is `state[p]["low"]`, int16, which torch's backends do not send: save
-        the state sharded, without `full_state_dict`.
+        leave of the masters is `state[p]["low"]`: the bytes of int16 numbers, in a last dimension.
         """
         placing, own = self.loop.placing, self.model.parameters() if params is None else params
         if (clip is not None) != (placing is not None and placing.residence.by_unit):
@@ -228,7 +227,10 @@ class Sharded:
     def clip_grad_norm_(self, limit: float) -> Tensor:
         """Clip to `limit` and return the norm, fp64. Sums in rank order, the same in every run. In
         a mesh with other dimensions torch's own clips, over all of them. With an optimizer by
-        `adamw` gradients stay as they are, and its step clips them."""
+        `adamw` gradients stay as they are, and its step clips them. ValueError for a limit that is
+        negative or NaN."""
+        if not limit >= 0:
+            raise ValueError(f"sharded.clip_grad_norm_({limit}): use a limit from 0 on")
         if self.loop.placed is not None:
             return self.loop.placed.clip(limit)
         if not (self.whole or self.parts is not None):

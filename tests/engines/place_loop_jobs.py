@@ -104,7 +104,8 @@ def masters(made: Made) -> dict[str, Tensor]:
     whole = gathered(found)
     for name in [n.removeprefix("low of ") for n in whole if n.startswith("low of ")]:
         high = whole[f"weights of {name}"]
-        whole[f"weights of {name}"] = joined(high, whole.pop(f"low of {name}"))
+        low = whole.pop(f"low of {name}").view(torch.int16)[..., 0]
+        whole[f"weights of {name}"] = joined(high, low)
     return whole
 
 
@@ -372,6 +373,41 @@ def dropped() -> str:
     return unlike(outcome, wanted) if asked() else ""
 
 
+def clipped_twice() -> float:
+    """The second call's norm, which leaves the first one's clipping."""
+    start()
+    config, made = placed("split", 2, 1, "host", ordered=True), list[Any]()
+    for _ in range(2):
+        model, found, optimizer = sharded(config)
+        model(*batch(0, dist.get_rank(), 0)).backward()
+        norm = found.clip_grad_norm_(0.25)
+        assert norm > 0.25
+        if made:
+            norm = found.clip_grad_norm_(torch.inf)
+        optimizer.step()
+        made.append(masters((model, found, optimizer)))
+    assert all(torch.equal(made[0][name], value) for name, value in made[1].items())
+    return float(norm)
+
+
+def whole_states() -> str:
+    """What differs where a checkpoint holds whole tensors, which rank 0 loads."""
+    start()
+    config = placed("split", 2, 1, "host", ordered=True)
+    made = sharded(config)
+    steps(config, made, 0, 2)
+    whole = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    kept = dcp_state.get_state_dict(made[0], made[2], options=whole)
+    again = sharded(config)
+    options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp_state.set_model_state_dict(again[0], kept[0], options=options)
+    dcp_state.set_optimizer_state_dict(again[0], again[2], kept[1], options=options)
+    again[1].load_state_dict(made[1].state_dict())
+    return unlike(
+        (steps(config, again, 2), masters(again)), (steps(config, made, 2), masters(made))
+    )
+
+
 def not_finite() -> list[str]:
     """A weight turns NaN before the third step: what is said, and whether anything has changed."""
     start()
@@ -425,6 +461,10 @@ def refusals() -> dict[str, str]:
     found["no plane"] = refused(lambda: fresh(place={"moment": 1}))
     found["rate"] = refused(lambda: fresh()[1].adamw(lr=-1.0))
     found["unit's clip"] = refused(lambda: fresh(clip_by="unit")[1].adamw(clip=-1.0))
+    found["flag"] = refused(lambda: fresh(place={"moments": True}))
+    model, own = fresh()
+    group = {"params": [*model.parameters()], "weight_deacy": 0.0}
+    found["misspelled key"] = refused(lambda: own.adamw([group]))
     model, own = fresh()
     model.head.requires_grad_(False)
     optimizer = own.adamw()
@@ -433,6 +473,9 @@ def refusals() -> dict[str, str]:
     found["thawed"] = refused(lambda: own.clip_grad_norm_(1.0))
     bare = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
     found["no state"] = refused(lambda: optimizer.load_state_dict(bare))
+    states = fresh(optimizer_state="bf16")[1].adamw().state_dict()
+    optimizer = fresh(optimizer_state="bf16", masters="fp32", place="device")[1].adamw()
+    found["more state"] = refused(lambda: optimizer.load_state_dict(states))
 
     model = build_uneven()
     assert type(shard(model, "zero3").adamw()) is torch.optim.AdamW
@@ -440,7 +483,13 @@ def refusals() -> dict[str, str]:
     model(*rows).backward()
     found["torch's clipping"] = refused(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     found["a look"] = refused(lambda: model.head.weight.grad.norm())
+    found["limit"] = refused(lambda: own.clip_grad_norm_(-1.0))
+    found["NaN limit"] = refused(lambda: own.clip_grad_norm_(float("nan")))
     own.clip_grad_norm_(1.0)
+    for name, value in {"rate": float("nan"), "rate below 0": -1.0}.items():
+        optimizer.param_groups[0]["lr"] = value
+        found[f"{name}, later"] = refused(optimizer.step)
+    found["state set"] = refused(lambda: setattr(optimizer, "state", {}))
     found["clipped early"] = refused(lambda: model(*rows))
     found["twice"] = refused(own.adamw)
     assert isinstance(optimizer.resident, LoopResident)
@@ -450,4 +499,10 @@ def refusals() -> dict[str, str]:
     model(*rows).backward()
     found["unit clips"] = refused(lambda: own.clip_grad_norm_(1.0))
     found["unit twice"] = refused(lambda: model(*rows))
+    model, own = fresh(clip_by="unit")
+    model.head.requires_grad_(False)
+    optimizer = own.adamw(clip=1.0)
+    model.head.requires_grad_(True)
+    model(*rows).backward()
+    found["unit thawed"] = refused(optimizer.step)
     return found

@@ -13,6 +13,7 @@ from tests.engines.place_jobs import Place
 from tests.engines.place_loop_jobs import (
     by_budget,
     by_unit,
+    clipped_twice,
     dropped,
     every,
     looked_at,
@@ -21,6 +22,7 @@ from tests.engines.place_loop_jobs import (
     resharded,
     scheduled,
     stopped,
+    whole_states,
     written,
 )
 
@@ -72,6 +74,14 @@ def test_loops_that_end_before_their_update(tmp_path: Path) -> None:
     assert run_world(1, resharded, str(tmp_path)) == ""
 
 
+def test_whole_states_of_a_checkpoint() -> None:
+    assert run_world(2, whole_states) == ""
+
+
+def test_a_second_clipping_leaves_the_first() -> None:
+    assert run_world(2, clipped_twice) == pytest.approx(0.25, rel=1e-5)
+
+
 def test_whatever_looks_at_a_weight_finds_it_updated() -> None:
     assert run_world(2, looked_at) == {}
 
@@ -107,15 +117,24 @@ def test_what_does_not_go_together_is_named() -> None:
         "no plane": r"(?s)^ValueError: place=.*moments",
         "rate": "-1.0",
         "unit's clip": "clip=-1.0",
+        "flag": "place.moments=true",
+        "misspelled key": "weight_deacy",
         "thawed": r"head.*sharded\.adamw",
         "no state": "optimizer_state",
+        "more state": "low.*masters",
         "weights": "place.*weights",
         "torch's clipping": "clip_grad_norm_",
         "a look": r"sharded\.adamw",
+        "limit": r"clip_grad_norm_\(-1",
+        "NaN limit": r"clip_grad_norm_\(nan",
+        "rate, later": "lr=nan",
+        "rate below 0, later": "lr=-1.0",
+        "state set": "load_state_dict",
         "clipped early": "clip_grad_norm_",
         "twice": r"sharded\.adamw",
         "unit clips": "clip_by='unit'",
         "unit twice": "clip_by='unit'",
+        "unit thawed": r"head.*sharded\.adamw",
     }
     found = run_world(1, refusals)
     assert {n: text for n, text in found.items() if not re.search(named[n], text)} == {}

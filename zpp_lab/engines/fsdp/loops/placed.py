@@ -18,8 +18,10 @@ with other marks for zero: their masters are then the weights that were written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -285,9 +287,8 @@ class PlacedAdamW(Optimizer):
         if placing.residence.by_unit and not clip > 0:
             raise ValueError(f"sharded.adamw(clip={clip}): use a norm above 0")
         super().__init__(params, defaults)
-        for group in self.param_groups:  # torch's refuses what is out of range
-            own = {name: group[name] for name in defaults}
-            torch.optim.AdamW([nn.Parameter(torch.zeros(1))], **own)
+        for group in self.param_groups:
+            _check_group(group, {*defaults, "params", "param_names", "initial_lr"})
         self.loop, self.placing = loop, placing
         self.parameters, train = loop.parameters(), placing.config.train
         names = {p: n for n, p in self.parameters.items()}
@@ -311,11 +312,16 @@ class PlacedAdamW(Optimizer):
         self.inner = CompactAdamW(self.param_groups, kind, seed, **defaults, far=there, low=low)
         marks = {p: placing.marks[names[p]] for p in low}
         self.inner.marked = marks
-        self.shown: dict[Tensor, dict[str, Tensor]] = {}
+        shown: dict[Tensor, dict[str, Tensor]] = {}
         for p in self.names.values():
-            self.inner.state[p] = self.inner.zero_state(p)
-            own = {"low": low[p], "mark": sharded_as(p, marks[p], p.shape[:1])} if low else {}
-            self.shown[p] = self.inner.state[p] | own
+            shown[p] = self.inner.state[p] = self.inner.zero_state(p)
+            if low:
+                as_bytes = local(low[p])[..., None].view(torch.uint8)  # backends send no int16
+                shown[p] = shown[p] | {
+                    "low": sharded_as(p, as_bytes, (*p.shape, 2)),
+                    "mark": sharded_as(p, marks[p], p.shape[:1]),
+                }
+        self.shown = MappingProxyType(shown)
         self.clipped: tuple[Tensor, Tensor] | None = None  # the norm, and the factor that clips
         self.resident = self._resident(clip)
 
@@ -323,11 +329,12 @@ class PlacedAdamW(Optimizer):
         loop, placing = self.loop, self.placing
         wrapped, residence = loop.wrapped, placing.residence
         modules: Any = wrapped.by_name
-        where = modules, self.parameters, wrapped.plan, wrapped.clock, loop.device
+        where = wrapped.plan, wrapped.clock, loop.device
         if not residence.by_unit:
-            return LoopResident(*where, placing.far["gradients"], residence.waits, frozenset())
-        how: Any = {"clip": clip, "watched": loop.watched}
-        made = LoopByUnit(*where, None, optimizer=self.inner, **how)
+            how: Any = placing.far["gradients"], residence.waits, frozenset()
+            return LoopResident(modules, self.parameters, *where, *how)
+        how = None, self.inner, clip, loop.watched
+        made = LoopByUnit(modules, self.names, *where, *how)
         made.before = self._enter
         return made
 
@@ -351,6 +358,8 @@ class PlacedAdamW(Optimizer):
 
     def _take_settings(self) -> None:
         """Keep each group's settings: a schedule may change them before a late update."""
+        for group in self.param_groups:
+            _check_group(group)
         self.inner.param_groups = [{**g, "lr": float(g["lr"])} for g in self.param_groups]
 
     @torch.no_grad()
@@ -361,8 +370,9 @@ class PlacedAdamW(Optimizer):
                 "clip_by='unit' has clipped and updated each unit within backward: leave "
                 "sharded.clip_grad_norm_ out, or use clip_by='norm'"
             )
-        norm = self._norm()
-        self.clipped = norm, clip_factor(norm, limit)
+        before: Any = 1.0 if self.clipped is None else self.clipped[1]
+        norm = self._norm() * before  # gradients are as they were
+        self.clipped = norm, before * clip_factor(norm, limit)
         return norm
 
     def _norm(self) -> Tensor:
@@ -371,8 +381,8 @@ class PlacedAdamW(Optimizer):
         self._check_known(self.resident.grads())
         return self.loop.total(self.resident.norm())
 
-    def _check_known(self, grads: Mapping[str, Tensor]) -> None:
-        if unknown := sorted(grads.keys() - self.names.keys()):
+    def _check_known(self, grads: Iterable[str]) -> None:
+        if unknown := sorted(set(grads) - self.names.keys()):
             raise ValueError(
                 f"{unknown[0]} has a gradient, but sharded.adamw was made without it, or while it "
                 "was frozen: give sharded.adamw all parameters that are trained, unfrozen"
@@ -400,6 +410,7 @@ class PlacedAdamW(Optimizer):
 
     def _end_by_unit(self, resident: LoopByUnit) -> Tensor:
         resident.end()
+        self._check_known(n for n, p in self.parameters.items() if p.grad is not None)
         norms = dict(resident.norms)
         resident.start()
         if not all(bool(torch.isfinite(norm)) for norm in norms.values()):
@@ -412,6 +423,7 @@ class PlacedAdamW(Optimizer):
         if not grads:
             return torch.zeros((), device=self.loop.device)
         self._check_known(grads)
+        self._take_settings()
         clipped, self.clipped = self.clipped, None
         norm, factor = clipped or (self._norm(), None)
         if not bool(torch.isfinite(norm)):
@@ -423,7 +435,6 @@ class PlacedAdamW(Optimizer):
                 "weight has changed. optimizer.zero_grad() drops the step, a checkpoint goes back "
                 "further",
             )
-        self._take_settings()
         waits, passes = self.placing.residence.waits, self.placing.residence.passes
         ok, whole = torch.isfinite(norm), passes and not waits
         found: Mapping[str, nn.Parameter] = self.names
@@ -458,25 +469,48 @@ class PlacedAdamW(Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        pass
+        if "shown" in self.__dict__:
+            raise ValueError("sharded.adamw: state cannot be set: use load_state_dict")
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of an optimizer with the same groups, sharded alike. Nothing is converted:
-        ValueError where moments are kept otherwise."""
+        ValueError, and nothing changes, where moments are kept otherwise."""
         groups = state_dict["param_groups"]
         sizes = [[len(g["params"]) for g in every] for every in (groups, self.param_groups)]
         if sizes[0] != sizes[1]:
             raise ValueError(f"the state has groups of {sizes[0]} parameters, not {sizes[1]}")
-        own = self.state
+        own, pairs = self.state, list[tuple[Any, dict[str, Tensor]]]()
+        for given, group in zip(groups, self.param_groups, strict=True):
+            for key, p in zip(given["params"], group["params"], strict=True):
+                if p in own:
+                    pairs.append((state_dict["state"].get(key, {}), own[p]))
+                    self._check_same(*pairs[-1], p)
         for given, group in zip(groups, self.param_groups, strict=True):
             group.update({k: v for k, v in given.items() if k != "params"})
-            for key, p in zip(given["params"], group["params"], strict=True):
-                for name, into in own[p].items() if p in own else ():
-                    value = state_dict["state"].get(key, {}).get(name)
-                    if value is None or value.dtype != into.dtype or value.shape != into.shape:
-                        raise ValueError(
-                            f"the state of a parameter {tuple(p.shape)} has no such {name}: set "
-                            "zpp_lab.shard's masters and optimizer_state to what it was saved with"
-                        )
-                    local(into).copy_(local(value))
+        for found, into in pairs:
+            for name in into:
+                local(into[name]).copy_(local(found[name]))
+
+    def _check_same(self, found: Mapping[str, Any], own: Mapping[str, Tensor], p: Tensor) -> None:
+        kinds = [{k: (v.dtype, local(v).shape) for k, v in each.items()} for each in (found, own)]
+        if other := sorted(k for k in own.keys() | found if kinds[0].get(k) != kinds[1].get(k)):
+            raise ValueError(
+                f"the state of a parameter {tuple(p.shape)} does not fit in {other[0]}: set "
+                "zpp_lab.shard's masters and optimizer_state to what it was saved with, and load "
+                "it through torch.distributed.checkpoint"
+            )
+
+
+def _check_group(group: Mapping[str, Any], known: Collection[str] = ()) -> None:
+    """ValueError where a value is out of range, or (`known`) for another key."""
+    if known and (unknown := sorted(group.keys() - set(known))):
+        raise ValueError(
+            f"sharded.adamw: a group of parameters has {unknown[0]!r}, which AdamW here does not "
+            "read: use params, lr, betas, eps and weight_decay"
+        )
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0 <= float(group[name]) < inf:
+            raise ValueError(f"param_groups: {name}={group[name]}: use a finite number from 0 on")
+    if not all(0 <= float(beta) < 1 for beta in group["betas"]):
+        raise ValueError(f"param_groups: betas={group['betas']}: use two numbers from 0 to below 1")
