@@ -4,11 +4,13 @@
 
 Each arm is a process of its own, one after another, since host memory holds one of them. Weights
 and tokens are random. What the machine uses of its memory is read five times a second: MemTotal
-less MemAvailable, as machines whose memory grows show less than they have. An arm that passes
---host-gib is stopped before the kernel kills something else; that, like any other failure, is its
-result. --gpu-gib: what every arm's allocator may take, as on a smaller GPU. `auto` is what
-engine.place=auto means there; each of our arms has its placement and planned memory beside what was
-measured, and with --machine (a file of `bench calibrate`, or a ready one's name) predicted seconds.
+less MemAvailable, as machines whose memory grows show less than they have; with --beside what the
+arm's own processes have, as others run there too. An arm that passes --host-gib is stopped before
+the kernel kills something else; that, like any other failure, is its result. --gpu-gib: what every
+arm's allocator may take, as on a smaller GPU. `auto` is what engine.place=auto means there, or on a
+GPU of --plan-gib; each of our arms has its placement and planned memory beside what was measured,
+and with --machine (a file of `bench calibrate`, or a ready one's name) predicted seconds. With
+cluster.gpus_per_node=2 an arm of ours is two processes.
 
 A step's rate is of --steps steps after two others, each awaited by its loss. Ours has an update
 under way at both ends, so --steps updates belong to them; what the last one takes is `flush_s`.
@@ -246,6 +248,7 @@ def measure(maker: str, overrides: Sequence[str], steps: int, gpu_gib: float) ->
     warm = [awaited(partial(step, n)) for n in range(2)]
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
+    retries = allocator_retries(on_gpu)
     began = time.perf_counter()
     seconds = []
     for number in range(2, 2 + steps):
@@ -254,7 +257,7 @@ def measure(maker: str, overrides: Sequence[str], steps: int, gpu_gib: float) ->
         seconds.append(time.perf_counter() - before)
     every = time.perf_counter() - began
     flush = awaited(timed.settle)
-    tokens = config.train.batch_size * config.data.seq_len
+    tokens = config.train.batch_size * config.data.seq_len * config.cluster.world
     found: dict[str, Any] = {
         "parameters": parameters(config),
         "build_s": built,
@@ -270,7 +273,13 @@ def measure(maker: str, overrides: Sequence[str], steps: int, gpu_gib: float) ->
         found["device"] = torch.cuda.get_device_name(device)
         found["gpu_allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
         found["gpu_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+        found["allocator_retries"] = allocator_retries(on_gpu) - retries
     return found
+
+
+def allocator_retries(on_gpu: bool) -> int:
+    """How often the allocator has given memory back to get some, and waited for the device."""
+    return int(torch.cuda.memory_stats()["num_alloc_retries"]) if on_gpu else 0
 
 
 def parameters(config: Config) -> int:
@@ -283,19 +292,39 @@ def parameters(config: Config) -> int:
 
 
 class HostMemory(threading.Thread):
-    """Samples what the machine uses; stops `process` where that passes `most` bytes."""
+    """Samples what the machine uses, or (`beside`) these processes alone; stops them where that
+    passes `most` bytes."""
 
-    def __init__(self, process: subprocess.Popen[str], most: float) -> None:
+    def __init__(self, ranks: list[subprocess.Popen[str]], most: float, beside: bool) -> None:
         super().__init__(daemon=True)
-        self.process, self.most, self.peak, self.passed = process, most, 0, False
+        self.ranks, self.most, self.beside = ranks, most, beside
+        self.peak, self.passed = 0, False
 
     def run(self) -> None:
-        while self.process.poll() is None:
-            self.peak = max(self.peak, used_bytes())
+        while self.ranks[0].poll() is None:
+            pids = [rank.pid for rank in self.ranks]
+            self.peak = max(self.peak, own_bytes(pids) if self.beside else used_bytes())
             if self.peak > self.most and not self.passed:
                 self.passed = True
-                self.process.kill()
+                stop(self.ranks)
+            if any(rank.poll() for rank in self.ranks[1:]):  # the first one would wait for it
+                stop(self.ranks)
             time.sleep(0.2)
+
+
+def stop(ranks: list[subprocess.Popen[str]]) -> None:
+    for rank in ranks:
+        rank.kill()
+
+
+def own_bytes(pids: list[int]) -> int:
+    """What processes have in memory, pinned or not, with their page tables."""
+    found = 0
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            found += sum(int(s.split()[1]) for s in lines if s.startswith(("VmRSS", "VmPTE")))
+    return 1024 * found
 
 
 def used_bytes() -> int:
@@ -314,7 +343,8 @@ def planned(overrides: list[str], args: argparse.Namespace) -> tuple[list[str], 
     from zpp_lab.train.memory.advice import settled
     from zpp_lab.train.memory.outlook import expected
 
-    gpu = [f"engine.gpu_gib={args.gpu_gib}"] if args.gpu_gib else []
+    whole = args.plan_gib or args.gpu_gib
+    gpu = [f"engine.gpu_gib={whole}"] if whole else []
     limits = [*gpu, f"engine.host_gib={args.host_gib}", "run.resume=false"]
     config, _ = settled(compose([*overrides, *limits]))
     outlook = expected(config)
@@ -337,9 +367,10 @@ def planned(overrides: list[str], args: argparse.Namespace) -> tuple[list[str], 
 
 
 def run_arm(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run one arm in a process of its own → what it measured, or why it did not."""
+    """Run one arm in processes of its own → what it measured, or why it did not."""
     maker, settings, _ = ARMS[name]
     overrides = [*BASE, *settings, *args.overrides]
+    world = compose(overrides).cluster.world
     plan: dict[str, Any] = {}
     if maker == "ours":
         try:
@@ -349,44 +380,51 @@ def run_arm(name: str, args: argparse.Namespace) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    meet = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    meet |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     words = [sys.executable, __file__, "--one", maker, "--steps", str(args.steps)]
     words += ["--gpu-gib", str(args.gpu_gib), *overrides]
     before, began = used_bytes(), time.perf_counter()
     log = args.logs / f"{args.out.stem}.{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as errors:
-        process = subprocess.Popen(
-            words,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=os.environ | place,
-        )
-        memory = HostMemory(process, args.host_gib * GIB)
+        ranks = [
+            subprocess.Popen(
+                words,
+                stdout=errors if rank else subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=os.environ | meet | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(world)
+        ]
+        memory = HostMemory(ranks, args.host_gib * GIB, args.beside)
         memory.start()
         late = False
         try:
             left = max(1.0, min(args.limit, args.until - time.time() - 10))
-            said, _ = process.communicate(timeout=left)
+            said, _ = ranks[0].communicate(timeout=left)
         except subprocess.TimeoutExpired:
             late = True
-            process.kill()
-            said, _ = process.communicate()
+        stop(ranks)
+        if late:
+            said, _ = ranks[0].communicate()
         memory.join()
+        for rank in ranks[1:]:
+            rank.wait()
     found: dict[str, Any] = {"arm": name, "settings": overrides} | plan
     lines = [line for line in said.splitlines() if line.startswith('{"')]
-    if process.returncode == 0 and lines:
+    if ranks[0].returncode == 0 and lines:
         found |= json.loads(lines[-1])
     elif memory.passed:
         found["failed"] = f"stopped: more than {args.host_gib:g} GiB of host memory in use"
     elif late:
         found["failed"] = f"stopped: no result within {left:.0f} s"
     else:
-        found["failed"] = reason(log.read_text(), process.returncode)
-    found["host_gib"] = (memory.peak - before) / GIB
-    found["host_in_use_gib"] = memory.peak / GIB
+        found["failed"] = reason(log.read_text(), ranks[0].returncode)
+    found["host_gib"] = (memory.peak - (0 if args.beside else before)) / GIB
+    if not args.beside:
+        found["host_in_use_gib"] = memory.peak / GIB
     found["wall_s"] = time.perf_counter() - began
     return found
 
@@ -404,7 +442,7 @@ def summary(found: dict[str, Any]) -> str:
     text = (
         f"{found['arm']}: {found['tokens_per_s']:.0f} tokens/s, {sum(steps) / len(steps):.3f} s a "
         f"step, {found['flush_s']:.3f} s to flush, GPU {gpu:.1f} GiB, host {found['host_gib']:.1f} "
-        f"GiB ({found['wall_s']:.0f} s)"
+        f"GiB, {found.get('allocator_retries', 0)} retries ({found['wall_s']:.0f} s)"
     )
     if "units" in found:
         text += (
@@ -428,7 +466,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--gpu-gib", type=float, default=0, help="0: all of it")
+    parser.add_argument("--plan-gib", type=float, default=0, help="a GPU's memory; --gpu-gib")
     parser.add_argument("--host-gib", type=float, default=1e9)
+    parser.add_argument("--beside", action="store_true", help="others run on this machine too")
     parser.add_argument("--limit", type=float, default=200, help="seconds of an arm")
     parser.add_argument("--until", type=float, default=1e18, help="unix time of the call's end")
     args = parser.parse_intermixed_args()
@@ -439,6 +479,7 @@ def main() -> int:
 
     args.out.parent.mkdir(parents=True, exist_ok=True)
     limits = {"gpu_gib": args.gpu_gib, "host_gib": args.host_gib, "steps": args.steps}
+    limits |= {"plan_gib": args.plan_gib, "beside": args.beside}
     result: dict[str, Any] = {"machine": machine_facts(), "commit": commit(), "limits": limits}
     result["arms"] = []
     for turn in range(args.rounds):
