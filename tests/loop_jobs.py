@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.loop_base import (
     STEPS,
+    WORLD,
     Net,
     data,
     everyone,
@@ -379,6 +380,12 @@ def in_parts(name: str, early: bool, dtype: str) -> dict[str, Any]:
     losses = train(model, optimizer, range(5), between=look)
     state = sharded.state_dict()["step"]
     return {"losses": losses, "moved": moved, "sent": sent, "step": state}
+
+
+def frozen_alone() -> list[Any]:
+    """The same in bf16 on one rank, where FSDP2 reduces nothing."""
+    WORLD.shape = "1x1"
+    return [in_parts("zero3", early, "bf16") for early in (False, True)]
 
 
 def headed() -> Net:

@@ -36,6 +36,7 @@ from tests.loop_jobs import (
     bf16,
     experts,
     forwards,
+    frozen_alone,
     frozen_parts,
     inference,
     integers,
@@ -231,6 +232,12 @@ def test_layers_are_frozen_and_unfrozen_between_steps(name: str, answers: Answer
         head, everything, again, layers, _ = own["sent"]
         assert name == "zero3" or head < layers < again
         assert name == "zero3" or everything <= again
+
+
+def test_layers_are_unfrozen_on_one_rank() -> None:
+    late, early = run_world(1, frozen_alone)
+    assert early == late
+    assert early["moved"][1:3] == [["head", "laye"]] * 2
 
 
 def test_unfreezing_between_micro_steps_is_refused(answers: Answers) -> None:

@@ -308,12 +308,13 @@ def held(modules: Sequence[FSDPModule]) -> Iterator[None]:
             state._pre_forward, state._post_forward = begun, ended
 
 
-def retrain(module: nn.Module, reduce: LandedReduce) -> None:
+def retrain(module: nn.Module, reduce: LandedReduce | None = None) -> None:
     """Others of a unit's parameters are trained from now on: let FSDP2 look at dtypes again, which
-    it does for trained ones alone."""
+    it does for trained ones alone. `reduce`: the unit's, on several ranks."""
     for group in param_groups(module):
         group._init_mp_dtypes()
-    reduce.landing.dtype, reduce.present.fresh = gradient_dtype(module), True
+    if reduce is not None:
+        reduce.landing.dtype, reduce.present.fresh = gradient_dtype(module), True
 
 
 def gradient_dtype(module: nn.Module) -> torch.dtype | None:

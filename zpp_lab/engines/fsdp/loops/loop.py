@@ -322,6 +322,10 @@ class Loop:
     def _follow_trained(self) -> None:
         """Plan again where other parameters are trained from this step on."""
         wrapped, own, changed = self.wrapped, self.parameters(), False
+        for module in self.modules if not wrapped.reduces and not self.begun else ():
+            unit = {n: own[n] for n in parameter_order(module, {id(p): n for n, p in own.items()})}
+            check_dtypes(next(iter(unit)), unit)
+            retrain(module)
         for module, reduce in zip(self.modules, wrapped.reduces, strict=False):
             trained = reduce.present.trained()
             if self.begun and wrapped.installed and (new := trained - reduce.present.known):
