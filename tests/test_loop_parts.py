@@ -360,6 +360,7 @@ def refusals() -> dict[str, str]:
         "rollout": rolled,
         "graphed": lambda: sharded.graphed(lambda batch: batch),
         "use_cache": lambda: fine(ids, use_cache=True),
+        "generate": lambda: fine.generate(ids, use_cache=False, max_new_tokens=1),
         "11 tokens": lambda: fine(ids[:1, :11]),
         "Sharded.reader": lambda: apart(tokens(0, dist.get_rank())),
         "different labels": lambda: fine(ids, labels=tokens(0, dist.get_rank())),

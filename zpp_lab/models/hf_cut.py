@@ -250,11 +250,15 @@ class LoopModel(PartModel):
             asked.append("gradient_checkpointing")
         if asked:
             raise ValueError(
-                f"tp={self.tp} is not built for {', '.join(asked)}: leave it out; to generate, "
-                "save the weights and load them with tp=1"
+                f"tp={self.tp} is not built for {', '.join(asked)}: leave it out; {_TO_GENERATE}"
             )
 
+    def generate(self, *_: Any, **__: Any) -> Any:
+        """Refuse, by ValueError: without a cache it would run, but on multiples of `tp` tokens."""
+        raise ValueError(f"tp={self.tp} is not built for generate(): {_TO_GENERATE}")
 
+
+_TO_GENERATE = "to generate, save the weights and load them with tp=1"
 _OF_LOSS = ("shift_labels", "num_items_in_batch", "ignore_index")
 _REFUSED = (
     *("past_key_values", "inputs_embeds", "logits_to_keep"),

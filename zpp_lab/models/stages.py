@@ -33,14 +33,18 @@ def check_stages(cfg: ModelConfig, pp: int, chunks: int) -> None:
     """ValueError, naming the setting, where this model has not so many stages, `chunks` a rank."""
     stages = pp * chunks
     for ok, what in (
-        (cfg.name == "llama", f"model.name={cfg.name}: use model.name=llama"),
-        (not cfg.tied_head, "model.tied_head=true, as both ends would have it: use false"),
-        (not cfg.scalar_head, "model.scalar_head=true: use false"),
-        (not cfg.lora.on, "model.lora: leave it out"),
-        (cfg.layers >= stages, f"model.layers={cfg.layers}: use {stages} or more"),
+        (cfg.name == "llama", f"does not cut model.name={cfg.name}: use llama"),
+        (not cfg.tied_head, "does not cut model.tied_head=true, which both ends need: use false"),
+        (not cfg.scalar_head, "does not cut model.scalar_head=true: use false"),
+        (not cfg.lora.on, "does not cut adapters: leave model.lora out"),
+        (
+            cfg.layers >= stages,
+            f"makes {stages} stages of model.layers={cfg.layers}, and each needs a layer: use "
+            f"{stages} layers or more, or fewer stages",
+        ),
     ):
         if not ok:
-            raise ValueError(f"cluster.pp={pp}: {stages} stages are not built for {what}")
+            raise ValueError(f"cluster.pp={pp} {what}")
 
 
 class _Staged(Llama):
