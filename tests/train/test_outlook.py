@@ -127,6 +127,14 @@ def test_forecasts_know_what_auto_will_mean() -> None:
         Residence.of(own)
 
 
+@pytest.mark.parametrize("place", ["engine.place=host", "engine.offload=true"])
+def test_a_dry_run_warns_where_the_host_has_too_little(place: str) -> None:
+    kind = "neither" if "offload" in place else "split"
+    for gib, warns in ((1, True), (1000, False)):
+        own = config(kind, place, f"engine.host_gib={gib}")
+        assert ("engine.host_gib" in summary_line(own)) == warns
+
+
 # ---------------------------------------------------------------------- what does not fit
 
 

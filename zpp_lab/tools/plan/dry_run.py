@@ -17,6 +17,7 @@ from rich.table import Table
 
 from zpp_lab.config.flat import arm_of, carried, differing, flat_config
 from zpp_lab.config.load import written
+from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.config.wires import kinds_among, shares
@@ -199,23 +200,42 @@ def _summary_line(config: Config, need: Foreseen, step_seconds: float | None, re
         least = "≥ " if need.memory.at_least else ""
         who = "each GPU holds" if need.memory.each else "the process holds"
         parts.append(f"{who} {least}{amount(need.memory.nbytes)} at its peak")
-    if config.engine.place == "auto":
-        parts.append(_placed(config))
     parts.append(f"{config.tokens_per_step:,} tokens a step")
     if step_seconds is not None:
         parts.append(f"≥ {duration(steps * step_seconds)} of {step_seconds:.3g} s a step")
     elif reason:
         parts.append(f"time unknown: {reason}")
-    return "; ".join(parts)
+    return "; ".join([*parts, *_placed(config)])
 
 
-def _placed(config: Config) -> str:
-    """Say what engine.place=auto will mean, by engine.gpu_gib and host_gib or this machine."""
-    from zpp_lab.train.memory.outlook import expected
+def _placed(config: Config) -> list[str]:
+    """Say what engine.place=auto will mean, by engine.gpu_gib and host_gib or this machine, and
+    where state in host memory does not fit into engine.host_gib or this machine."""
+    engine, said = config.engine, list[str]()
+    residence = Residence.of(config) if engine.place != "auto" else None
+    stays = residence is not None and not (residence.passes or residence.offloads)
+    if engine.name != "fsdp" or stays:
+        return said
+    from zpp_lab.runs.provenance import memory_bytes
+    from zpp_lab.train.memory.buffers import GIB
+    from zpp_lab.train.memory.outlook import expected, host_part
 
     found = expected(config)
-    place = written(found.config.engine.place) if found.fits else "does not fit (`zpp-lab plan`)"
-    return f"engine.place=auto: {place}"
+    if engine.place == "auto":
+        place = written(found.config.engine.place)
+        said.append(
+            f"engine.place=auto: {place if found.fits else 'does not fit (`zpp-lab plan`)'}"
+        )
+    need = max(one.estimate.host for one in found.phases or (found,))
+    there = host_part(config, engine.host_gib * GIB if engine.host_gib else memory_bytes())
+    if need > there:
+        whose = "engine.host_gib" if engine.host_gib else "this machine's memory"
+        said.append(
+            f"WARNING: each rank needs {amount(need)} of host memory, and its part of {whose} is "
+            f"{amount(there)}: place less by engine.place, or set engine.host_gib to what the "
+            "host has"
+        )
+    return said
 
 
 def forecast(runs: Sequence[PlannedRun], machine: Machine | None = None) -> list[Forecast]:
