@@ -1,4 +1,4 @@
-"""Two ranks over NCCL for GPU tests: on two GPUs, or as two emulated nodes that share one."""
+"""Ranks over NCCL for GPU tests: one for each GPU, or two emulated nodes that share one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ COUNT = torch.cuda.device_count()
 WHY_NOT = "" if COUNT > 1 else refusal() if COUNT else "needs a GPU"
 two_ranks = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 two_gpus = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
+four_gpus = pytest.mark.skipif(COUNT < 4, reason="needs four GPUs")
 
 
 def starting(*module: str, ranks: int = 2) -> list[str]:
-    """A command that starts two ranks, or one, of a module with its arguments."""
+    """A command that starts ranks of a module with its arguments."""
     if COUNT > 1 or ranks == 1:
         start = f"-m torch.distributed.run --standalone --nproc-per-node={ranks}"
         return [sys.executable, *start.split(), "-m", *module]

@@ -267,7 +267,10 @@ ON_GPUS: dict[int, dict[Shape, tuple[str, ...]]] = {
     },
     4: {
         (1, 4, 2, 1): ("mixed", "qwen2"),
+        (2, 2, 2, 1): ("mixed", "differences"),
+        (1, 4, 1, 2): ("mixed", "phases"),
         (2, 2, 1, 2): ("mixed", "interleaved_last"),
+        (4, 1, 1, 2): ("differences",),
         (1, 4, 2, 2): ("acts8",),
     },
 }

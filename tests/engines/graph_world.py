@@ -1,6 +1,6 @@
-"""Steps from real CUDA graphs on two GPUs, over peer memory and NCCL. An answer is a line of JSON.
+"""Steps from real CUDA graphs on GPUs, over peer memory and NCCL. An answer is a line of JSON.
 
-torchrun --standalone --nproc-per-node 2 -m tests.engines.graph_world ANSWERS
+torchrun --standalone --nproc-per-node 2 -m tests.engines.graph_world ANSWERS (or 4)
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils import deterministic
 from tests.engines import graphed_jobs
 from tests.engines.graph_jobs import (
     NAMES,
+    OWN,
     Runs,
     equal,
     fails,
@@ -40,13 +41,21 @@ from zpp_lab.models import build_model
 MODEL = ModelConfig(dim=96, layers=2, heads=4, kv_heads=2, ffn=150)
 # nodes of one host that reach each other's memory send new weights over it, beside the graph
 BETWEEN = ("residual_differences", "zeropp")
-WORLDS: list[tuple[int, int, Choice, Sequence[str]]] = [
-    (1, 2, "peer", NAMES),
-    (2, 1, "groups", NAMES),
-    (2, 1, "peer", BETWEEN),
-]
+WORLDS: dict[int, list[tuple[int, int, Choice, Sequence[str]]]] = {
+    2: [
+        (1, 2, "peer", NAMES),
+        (2, 1, "groups", NAMES),
+        (2, 1, "peer", BETWEEN),
+    ],
+    4: [
+        (1, 4, "peer", ("zero3", "stochastic_secondary", "memory_last", "phases")),
+        (1, 4, "groups", ("zeropp",)),
+        (2, 2, "peer", BETWEEN),
+        (2, 2, "groups", ("zeropp", "stochastic_secondary", *OWN)),
+    ],
+}
 if torch.cuda.device_count() == 1:  # emulated nodes share it
-    WORLDS = [world for world in WORLDS if world[1:3] == (1, "groups")]
+    WORLDS[2] = [world for world in WORLDS[2] if world[1:3] == (1, "groups")]
 FAILS = ("alone", "forward", "backward")
 ALONE = ("one rank differs", "one rank differs ahead", "not finite")
 GRAPHED = ("drawn", "residual", "differences")  # of tests/engines/graphed_jobs.py
@@ -62,11 +71,11 @@ def fits(case: str, nodes: int, local: int) -> bool:
     return True
 
 
-def names() -> list[str]:
+def names(ranks: int) -> list[str]:
     """The name of every answer of `main`."""
     cases = [
         f"{case} on {nodes}x{local} {choice}"
-        for nodes, local, choice, some in WORLDS
+        for nodes, local, choice, some in WORLDS[ranks]
         for case in some
         if fits(case, nodes, local)
     ]
@@ -85,7 +94,8 @@ def main() -> None:
             with Path(sys.argv[1]).open("a") as file:
                 file.write(json.dumps([name, found]) + "\n")
 
-    for nodes, local, choice, some in WORLDS:
+    ranks = dist.get_world_size()
+    for nodes, local, choice, some in WORLDS[ranks]:
         transport = connect(ClusterConfig(nodes, local), Watchdog(30.0), choice, device)
         model = partial(build_model, MODEL, 37, device=str(device), seed=3)
         runs = Runs(transport, device, model)
@@ -103,7 +113,9 @@ def main() -> None:
                 keep(at, partial(fails, runs, config, at))
     for name in GRAPHED:
         more = {"transport": "groups"}
-        keep(f"graphed {name}", partial(graphed_jobs.equal, name, "2x1", device, **more))
+        keep(
+            f"graphed {name}", partial(graphed_jobs.equal, name, f"2x{ranks // 2}", device, **more)
+        )
     dist.barrier()
     torch.cuda.synchronize()
     os._exit(0)  # groups that are torn down may abort

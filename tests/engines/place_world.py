@@ -1,6 +1,6 @@
 """State in host memory on GPUs, over NCCL. An answer is a line of JSON.
 
-torchrun --standalone --nproc-per-node 1 -m tests.engines.place_world ANSWERS (or 2)
+torchrun --standalone --nproc-per-node 1 -m tests.engines.place_world ANSWERS (or 2, 4)
 
 Each unit's update and the transfer of its weights are held up on their stream, so that whoever does
 not wait for them reads old weights, or none. Once more a block's planes are held up before they
@@ -53,33 +53,47 @@ SOME: list[Place] = [
     *(*LOOP, HIGH),
     {"masters": 2, "moments": 3, "gradients": 1, "weights": 2},
 ]
-CASES = {
-    1: ("split_zero3", "split_fp32_states", "8bit_states"),
-    2: ("split", "split_last", "split_zero3", "8bit_states", "split_differences"),
+Shape = tuple[int, int]  # nodes, GPUs of each
+CASES: dict[int, dict[Shape, tuple[str, ...]]] = {
+    1: {(1, 1): ("split_zero3", "split_fp32_states", "8bit_states")},
+    2: {(2, 1): ("split", "split_last", "split_zero3", "8bit_states", "split_differences")},
+    4: {
+        (1, 4): ("split_zero3", "split_last", "split_kept"),
+        (2, 2): ("split", "split_kept", "split_differences"),
+    },
 }
 LOOPS = ("8bit_states", "split_zero3")  # of user training loops
 
 
-def places(case: str, some: list[Place]) -> list[Place]:
-    """Those of `some`; masters in one plane stay on the GPU."""
-    if case.startswith("split"):
-        return some
-    return ["host", {"moments": 3, "gradients": 1}, {"gradients": 4}]
+def places(case: str, some: list[Place], world: int) -> list[Place]:
+    """Those of `some`, of which four ranks take every other; masters in one plane stay on the
+    GPU."""
+    if not case.startswith("split"):
+        some = ["host", {"moments": 3, "gradients": 1}, {"gradients": 4}]
+    return some[:: 2 if world == 4 else 1]
 
 
 def names(world: int) -> list[str]:
     """The name of every answer of `main`."""
-    every = [f"{case}, {place}" for case in CASES[world] for place in places(case, SOME)]
-    every += [f"loop, {case}, {place}" for case in LOOPS for place in places(case, LOOP)]
+    found = []
+    for shape, cases in CASES[world].items():
+        found += [name(case, shape, p) for case in cases for p in places(case, SOME, world)]
+        found += [name(f"loop, {c}", shape, p) for c in LOOPS for p in places(c, LOOP, world)]
+    if world == 4:
+        return found
     late = (name for names in LATE for name in names)
-    return [*every, "by the host", *FORGOTTEN, "loop without a wait", *late]
+    return [*found, "by the host", *FORGOTTEN, "loop without a wait", *late]
+
+
+def name(case: str, shape: Shape, place: Place) -> str:
+    return f"{case} on {shape[0]}x{shape[1]}, {place}"
 
 
 def made(
     case: str, place: Place, transport: Any, device: torch.device, **engine: Any
 ) -> FsdpEngine:
-    world = dist.get_world_size()
-    config = placed(case, world, 1, place, device="cuda", graph=False, **engine)
+    nodes, gpus = transport.cluster.nodes, transport.cluster.gpus_per_node
+    config = placed(case, nodes, gpus, place, device="cuda", graph=False, **engine)
     model = build_model(MODEL, 37, device=str(device), seed=3)
     return FsdpEngine(model, build_plan(model, config), config, device, transport)
 
@@ -120,9 +134,9 @@ def by_the_host(case: str, transport: Any, device: torch.device) -> bool:
     return len(there) > 0 and all(map(torch.equal, at_once, there))
 
 
-def loop(case: str, place: Place, wanted: Any, device: torch.device) -> str:
+def loop(case: str, shape: Shape, place: Place, wanted: Any, device: torch.device) -> str:
     """What a user training loop's losses, norms and state differ in from an engine's."""
-    config = placed(case, dist.get_world_size(), 1, place, device="cuda", ordered=True)
+    config = placed(case, *shape, place, device="cuda", ordered=True)
     model = build_model(MODEL, 37, device=str(device), seed=3)
     made = sharded(config, model, transport="groups")
     return unlike((steps(config, made, last=LONGER), masters(made)), wanted)
@@ -204,7 +218,6 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     world = dist.get_world_size()
-    transport = connect(ClusterConfig(world, 1), Watchdog(60.0), "groups", device)
     hold_up()
 
     def keep(name: str, found: Any) -> None:
@@ -213,28 +226,39 @@ def main() -> None:
             with Path(sys.argv[1]).open("a") as file:
                 file.write(json.dumps([name, found]) + "\n")
 
-    run = partial(outcome, transport=transport, device=device)
-    for case in CASES[world]:
-        wanted = run(case, "device")
-        for place in places(case, SOME):
-            keep(f"{case}, {place}", differs(run(case, place), wanted))
-    keep("by the host", by_the_host("split_zero3", transport, device))
-    held = partial(run, "split_zero3", steps=LONGER)
-    wanted = held("device")
-    for name, place in FORGOTTEN.items():
-        keep(name, without_a_wait(partial(lambda p: differs(held(p), wanted), place)))
-    for case in LOOPS:
-        engine = made(case, "device", transport, device, ordered=True)
-        wanted = of_engine(engine.config, last=LONGER, engine=engine)
-        for place in places(case, LOOP):
-            keep(f"loop, {case}, {place}", loop(case, place, wanted, device))
-    keep("loop without a wait", without_a_wait(lambda: loop(LOOPS[-1], "host", wanted, device)))
-    for both, place in LATE.items():
-        for name, found in leaves_late("split_zero3", place, both, transport, device):
-            keep(name, found)
+    for shape, cases in CASES[world].items():
+        transport = connect(ClusterConfig(*shape), Watchdog(60.0), "groups", device)
+        run = partial(outcome, transport=transport, device=device)
+        for case in cases:
+            wanted = run(case, "device")
+            for place in places(case, SOME, world):
+                keep(name(case, shape, place), differs(run(case, place), wanted))
+        for case in LOOPS:
+            engine = made(case, "device", transport, device, ordered=True)
+            wanted = of_engine(engine.config, last=LONGER, engine=engine)
+            for place in places(case, LOOP, world):
+                found = loop(case, shape, place, wanted, device)
+                keep(name(f"loop, {case}", shape, place), found)
+    if world < 4:
+        forgets = partial(loop, LOOPS[-1], shape, "host", wanted, device)
+        keep("loop without a wait", without_a_wait(forgets))
+        waits(transport, device, keep)
     dist.barrier()
     torch.cuda.synchronize()
     os._exit(0)  # groups that are torn down may abort
+
+
+def waits(transport: Any, device: torch.device, keep: Callable[[str, Any], None]) -> None:
+    """Keep what shows that the device, and the host, wait for what has been held up."""
+    keep("by the host", by_the_host("split_zero3", transport, device))
+    case = "split_zero3"
+    run = partial(outcome, case, transport=transport, device=device, steps=LONGER)
+    wanted = run("device")
+    for forgotten, place in FORGOTTEN.items():
+        keep(forgotten, without_a_wait(partial(lambda p: differs(run(p), wanted), place)))
+    for both, place in LATE.items():
+        for late, found in leaves_late(case, place, both, transport, device):
+            keep(late, found)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from tests.engines import graph_world
 from tests.engines.fsdp_world import run_world
 from tests.engines.graph_jobs import NAMES, OWN, hindered, on_cpu
-from tests.two_ranks import answers_of, two_ranks
+from tests.two_ranks import answers_of, four_gpus, two_ranks
 
 # drawn noise and secondary weights; differences and residuals over micro-steps; phases
 QUICK = ("stochastic_secondary", *OWN)
@@ -93,22 +93,35 @@ def test_a_graph_that_is_given_up_soon_is_not_captured(found: dict[str, Any]) ->
 
 
 @pytest.fixture(scope="module")
-def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All answers of one start of two ranks; with its output where it has failed."""
-    return answers_of("tests.engines.graph_world", tmp_path_factory.mktemp("graphs"), 300)
+def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """All answers of one start of so many ranks; with its output where it has failed."""
+
+    @cache
+    def of_ranks(ranks: int) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("graphs")
+        return answers_of("tests.engines.graph_world", folder, 300, ranks)
+
+    return of_ranks
+
+
+ON_GPUS = [
+    pytest.param(ranks, name, marks=mark)
+    for ranks, mark in ((2, two_ranks), (4, four_gpus))
+    for name in graph_world.names(ranks)
+]
 
 
 @pytest.mark.gpu
-@two_ranks
-@pytest.mark.parametrize("name", graph_world.names())
-def test_real_graphs(name: str, on_gpus: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("ranks", "name"), ON_GPUS)
+def test_real_graphs(ranks: int, name: str, on_gpus: Callable[[int], dict[str, Any]]) -> None:
     """The same over NCCL and over peer memory, whatever fails in a capture."""
-    assert name in on_gpus, on_gpus["output"]
+    found = on_gpus(ranks)
+    assert name in found, found["output"]
     if name in graph_world.FAILS:
-        assert on_gpus[name] == [["", ""], True, 0, False]
+        assert found[name] == [[""] * ranks, True, 0, False]
     elif name in graph_world.ALONE or name.startswith("graphed"):
-        same, replays = on_gpus[name]
-        assert same in (True, [True, True])
+        same, replays = found[name]
+        assert same in (True, [True] * ranks)
         assert replays >= 3
     else:
-        assert on_gpus[name] == ""
+        assert found[name] == ""

@@ -1,6 +1,6 @@
-"""Runs of rewards on GPUs: two ranks over NCCL or peers' memory end with the virtual engine's bits.
+"""Runs of rewards on GPUs: ranks over NCCL or peers' memory end with the virtual engine's bits.
 
-torchrun --standalone --nproc-per-node 2 -m tests.train.rl.test_two_ranks ANSWERS
+torchrun --standalone --nproc-per-node 2 -m tests.train.rl.test_two_ranks ANSWERS (or 4)
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,18 +17,31 @@ import torch
 import torch.distributed as dist
 
 from tests.train.rl.test_runs import ARMS, in_each_rank, lines, mine, same_end, small
-from tests.two_ranks import COUNT, answers_of, two_ranks
+from tests.two_ranks import COUNT, answers_of, four_gpus, two_ranks
 from zpp_lab.api import init
 from zpp_lab.config.schema import Config
 from zpp_lab.train.rl import rewards
 from zpp_lab.train.trainer import run
 
 # raw, stochastic 4 bits, and node-replicated weights with differences, which need two nodes
-CASES = {
-    **{f"{arm}-2x1": (*ARMS[arm], "cluster=2x1", "engine.transport=groups") for arm in ARMS},
-    **{f"{arm}-1x2": (*ARMS[arm], "engine.transport=peer") for arm in ("raw", "w4")},
+FOUR = ("train.batch_size=2",)
+SHAPES = {
+    "2x1": (2, "groups", (*ARMS,), ()),
+    "1x2": (2, "peer", ("raw", "w4"), ()),
+    "2x2": (4, "groups", (*ARMS,), FOUR),
+    "1x4": (4, "peer", ("raw", "w4"), FOUR),
 }
-SEEN = [case for case in CASES if COUNT > 1 or "2x1" in case]  # emulated nodes share one GPU
+CASES = {
+    f"{arm}-{shape}": (*ARMS[arm], f"cluster={shape}", f"engine.transport={transport}", *more)
+    for shape, (_, transport, arms, more) in SHAPES.items()
+    for arm in arms
+}
+
+
+def seen(ranks: int) -> list[str]:
+    """The cases of so many ranks; emulated nodes share one GPU."""
+    shapes = [s for s, (own, *_) in SHAPES.items() if own == ranks and (COUNT > 1 or s != "1x2")]
+    return [case for case in CASES if case.partition("-")[2] in shapes]
 
 
 def configured(folder: Path, case: str, engine: str) -> Config:
@@ -42,7 +57,7 @@ def main() -> None:
     """Train every case on the ranks that were started."""
     init()
     answers = Path(sys.argv[1])
-    for case in SEEN:
+    for case in seen(dist.get_world_size()):
         in_each_rank(configured(answers.parent, case, "fsdp"))
         if dist.get_rank() == 0:
             with answers.open("a") as file:
@@ -51,21 +66,35 @@ def main() -> None:
     os._exit(0)  # groups that are torn down may abort
 
 
+Trained = Callable[[int], tuple[Path, dict[str, str]]]
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """The runs' folder, and which have ended; with the output where one has failed."""
-    folder = tmp_path_factory.mktemp("rewards")
-    return folder, answers_of("tests.train.rl.test_two_ranks", folder, 600)
+
+    @cache
+    def of_ranks(ranks: int) -> tuple[Path, dict[str, str]]:
+        folder = tmp_path_factory.mktemp("rewards")
+        return folder, answers_of("tests.train.rl.test_two_ranks", folder, 600, ranks)
+
+    return of_ranks
+
+
+ON_GPUS = [
+    pytest.param(ranks, case, marks=mark)
+    for ranks, mark in ((2, two_ranks), (4, four_gpus))
+    for case in seen(ranks)
+]
 
 
 @pytest.mark.gpu
-@two_ranks
-@pytest.mark.parametrize("case", SEEN)
-def test_two_ranks_end_as_virtual_ones(
-    case: str, trained: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("ranks", "case"), ON_GPUS)
+def test_ranks_end_as_virtual_ones(
+    ranks: int, case: str, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens, rewards, losses, norms and weights."""
-    folder, ended = trained
+    folder, ended = trained(ranks)
     assert case in ended, ended["output"]
     monkeypatch.setitem(rewards._SHIPPED, "mine", mine)
     other, here = (configured(folder, case, engine) for engine in ("fsdp", "virtual"))
