@@ -127,11 +127,16 @@ def test_forecasts_know_what_auto_will_mean() -> None:
         Residence.of(own)
 
 
-@pytest.mark.parametrize("place", ["engine.place=host", "engine.offload=true"])
-def test_a_dry_run_warns_where_the_host_has_too_little(place: str) -> None:
-    kind = "neither" if "offload" in place else "split"
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("split", ["engine.place=host"]),
+        ("neither", ["engine.place=device", "engine.offload=true"]),
+    ],
+)
+def test_a_dry_run_warns_where_the_host_has_too_little(kind: str, words: list[str]) -> None:
     for gib, warns in ((1, True), (1000, False)):
-        own = config(kind, place, f"engine.host_gib={gib}")
+        own = config(kind, *words, f"engine.host_gib={gib}")
         assert ("engine.host_gib" in summary_line(own)) == warns
 
 
