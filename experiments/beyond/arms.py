@@ -8,9 +8,9 @@ less MemAvailable, as machines whose memory grows show less than they have; with
 arm's own processes have, as others run there too. An arm that passes --host-gib is stopped before
 the kernel kills something else; that, like any other failure, is its result. --gpu-gib: what every
 arm's allocator may take, as on a smaller GPU. `auto` is what engine.place=auto means there, or on a
-GPU of --plan-gib; each of our arms has its placement and planned memory beside what was measured,
-and with --machine (a file of `bench calibrate`, or a ready one's name) predicted seconds. With
-cluster.gpus_per_node=2 an arm of ours is two processes.
+machine of --plan-gib and --plan-host-gib; each of our arms has its placement and planned memory
+beside what was measured, and with --machine (a file of `bench calibrate`, or a ready one's name)
+predicted seconds. With cluster.gpus_per_node=2 an arm of ours is two processes.
 
 A step's rate is of --steps steps after two others, each awaited by its loss. Ours has an update
 under way at both ends, so --steps updates belong to them; what the last one takes is `flush_s`.
@@ -345,7 +345,8 @@ def planned(overrides: list[str], args: argparse.Namespace) -> tuple[list[str], 
 
     whole = args.plan_gib or args.gpu_gib
     gpu = [f"engine.gpu_gib={whole}"] if whole else []
-    limits = [*gpu, f"engine.host_gib={args.host_gib}", "run.resume=false"]
+    host = args.plan_host_gib or args.host_gib
+    limits = [*gpu, f"engine.host_gib={host}", "run.resume=false"]
     config, _ = settled(compose([*overrides, *limits]))
     outlook = expected(config)
     found: dict[str, Any] = {
@@ -467,6 +468,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--gpu-gib", type=float, default=0, help="0: all of it")
     parser.add_argument("--plan-gib", type=float, default=0, help="a GPU's memory; --gpu-gib")
+    parser.add_argument("--plan-host-gib", type=float, default=0, help="a host's; --host-gib")
     parser.add_argument("--host-gib", type=float, default=1e9)
     parser.add_argument("--beside", action="store_true", help="others run on this machine too")
     parser.add_argument("--limit", type=float, default=200, help="seconds of an arm")
@@ -479,7 +481,8 @@ def main() -> int:
 
     args.out.parent.mkdir(parents=True, exist_ok=True)
     limits = {"gpu_gib": args.gpu_gib, "host_gib": args.host_gib, "steps": args.steps}
-    limits |= {"plan_gib": args.plan_gib, "beside": args.beside}
+    limits |= {"plan_gib": args.plan_gib, "plan_host_gib": args.plan_host_gib}
+    limits["beside"] = args.beside
     result: dict[str, Any] = {"machine": machine_facts(), "commit": commit(), "limits": limits}
     result["arms"] = []
     for turn in range(args.rounds):
