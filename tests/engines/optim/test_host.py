@@ -9,7 +9,7 @@ import torch
 
 from tests.engines.optim.test_states import KINDS, gradients, started
 from zpp_lab.config.schema import TrainConfig
-from zpp_lab.engines.optim import host
+from zpp_lab.engines.optim import CompactAdamW, host
 from zpp_lab.engines.optim.build import adamw, load_optimizer_state, optimizer_state, update
 from zpp_lab.engines.optim.states import StateKind
 
@@ -44,6 +44,32 @@ def test_bits_do_not_depend_on_where_moments_lie(
     monkeypatch.setattr(host, "SMALL", small)
     pairs = zip(trained(kind, "device"), trained(kind, "host", halt), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_one_by_one_find_their_corrections_at_once(
+    kind: StateKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of steps after the first; the host asks nothing and few kernels run for each update."""
+    monkeypatch.setattr(host, "STAGE", 1)
+    ends = []
+    for at_once in (True, False):
+        parameters = started(0, 1)
+        far: Any = {"moments": parameters}
+        optimizer = adamw(parameters, TrainConfig(optimizer_state=kind), 3, far)
+        assert isinstance(optimizer, CompactAdamW)
+        for step in range(5):
+            own = {parameters[n]: g for n, g in gradients(step).items()}
+            optimizer.begin(step, torch.tensor(step != 2))
+            optimizer.prepare(own if at_once else ())
+            assert (optimizer.corrections is not None) == (at_once and step > 0)
+            for p, gradient in own.items():
+                optimizer.update({p: gradient}, whole=False)
+        state = optimizer_state(optimizer, parameters)
+        assert {float(s) for s in state["step"].values()} == {4.0}
+        moments = [t for key in sorted(state) for t in state[key].values()]
+        ends.append([*parameters.values(), *moments])
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -65,7 +65,8 @@ def updates(
     of them now, as their states come from host memory while others go back."""
     found = dict(grads)
     optimizer.zero_grad(set_to_none=True)
-    change = begin(optimizer, ok, step, factor, whole)
+    every = () if whole else [parameters[name] for name in found]
+    change = begin(optimizer, ok, step, factor, whole, every)
 
     def update(names: Iterable[str]) -> tuple[object, list[Any]]:
         taken = [name for name in names if name in found]

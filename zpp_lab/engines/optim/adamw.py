@@ -11,7 +11,7 @@ their temporaries stay below `BATCH` elements times `SCRATCH` bytes whatever the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -97,6 +97,11 @@ class CompactAdamW(torch.optim.Optimizer):
         self.ok: Tensor | None = None
         self.factor: Tensor | None = None
         self.noise: Tensor | None = None
+        # of `prepare`: `rate` and `root`, fp32 [2, parameters], and where each parameter has its
+        # own; by places, these as a tensor on the device
+        self.corrections: Tensor | None = None
+        self.places: dict[Tensor, int] = {}
+        self.indices: dict[tuple[int, ...], Tensor] = {}
         # Kept from step to step: torch keeps what a stream has freed for that stream alone, so
         # with new ones in every step tens of stages would lie about.
         passes = any(self.far.values()) or self.high
@@ -135,8 +140,32 @@ class CompactAdamW(torch.optim.Optimizer):
     def begin(self, number: int, ok: Tensor | None = None, factor: Tensor | None = None) -> None:
         """Begin a step, in which `update` takes each parameter once. Gradients are multiplied by
         `factor`, an fp32 scalar."""
-        self.number, self.ok, self.noise = number, ok, None
+        self.number, self.ok, self.noise, self.corrections = number, ok, None, None
         self.factor = None if factor is None else factor.to(self.device)
+
+    @torch.no_grad()
+    def prepare(self, parameters: Iterable[Tensor]) -> None:
+        """Count the step of all parameters that `update` takes one after another, and find what it
+        needs of their numbers. Each unit's update would launch tens of small kernels for that, and
+        next to a forward each of them waits for a multiprocessor. Before first updates: nothing."""
+        wanted = set(parameters)
+        trained = [[p for p in group["params"] if p in wanted] for group in self.param_groups]
+        every = [p for ps in trained for p in ps]
+        if not every or any(p not in self.state for p in every):
+            return
+        self._count(every)
+        pairs = zip(self.param_groups, trained, strict=True)
+        found = [torch.stack(self._corrections(group, ps)) for group, ps in pairs if ps]
+        self.corrections = torch.cat(found, dim=1)
+        self.places = {p: i for i, p in enumerate(every)}
+
+    def _count(self, parameters: Sequence[Tensor]) -> None:
+        """Add 1 to step numbers of updates that happen."""
+        steps = [self.state[p]["step"] for p in parameters]
+        if self.ok is None:
+            torch._foreach_add_(steps, 1.0)
+        else:  # as a list: with one tensor torch would wait for the device
+            torch._foreach_add_(steps, [self.ok.to(torch.float32)] * len(steps))
 
     @torch.no_grad()
     def update(self, grads: Mapping[Tensor, Tensor], whole: bool = True) -> list[Any]:
@@ -150,11 +179,8 @@ class CompactAdamW(torch.optim.Optimizer):
                 self.state[p] = self.zero_state(p)
         if not every:
             return []
-        if self.ok is None:
-            torch._foreach_add_([self.state[p]["step"] for p in every], 1.0)
-        else:  # as a list: with one tensor torch would wait for the device
-            done = [self.ok.to(torch.float32)] * len(every)
-            torch._foreach_add_([self.state[p]["step"] for p in every], done)
+        if self.corrections is None:
+            self._count(every)
         if self.noise is None and not kernel.serves(self.state[every[0]]["step"]):
             # one strip; rows read it from places of their own
             self.noise = row_noise(self.seed, self.number, SPREAD + self.widest, self.device)
@@ -261,6 +287,12 @@ class CompactAdamW(torch.optim.Optimizer):
         self, group: dict[str, Any], parameters: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return `rate` and `root` of each parameter's row blocks, fp32 [parameters] each."""
+        if self.corrections is not None:
+            where = tuple(self.places[p] for p in parameters)
+            if where not in self.indices:
+                self.indices[where] = torch.tensor(where, device=self.device)
+            rates, roots = self.corrections[:, self.indices[where]].unbind()
+            return rates, roots
         steps = torch.stack([self.state[p]["step"] for p in parameters]).double()
         beta1, beta2 = group["betas"]
         return (group["lr"] / (1 - beta1**steps)).float(), (1 - beta2**steps).sqrt().float()

@@ -8,7 +8,7 @@ rates and a run resumes with its config's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -114,17 +114,24 @@ def update(optimizer: AdamW, number: int, ok: Tensor | None = None) -> None:
 
 
 def begin(
-    optimizer: AdamW, ok: Tensor, number: int, factor: Tensor | None = None, whole: bool = True
+    optimizer: AdamW,
+    ok: Tensor,
+    number: int,
+    factor: Tensor | None = None,
+    whole: bool = True,
+    every: Sequence[Tensor] = (),
 ) -> Callable[[Mapping[Tensor, Tensor]], list[Any] | None]:
     """Begin step `number` of shards; returns what updates some parameters, each once, with
     gradients times `factor`, or nothing where `ok` is false. Where weights lie on the CPU the host
-    asks. `whole`: as in `CompactAdamW.update`."""
+    asks. `whole`: as in `CompactAdamW.update`. `every`: all that it will update, if that is known
+    (`CompactAdamW.prepare`)."""
     assert isinstance(optimizer, CompactAdamW | ShardAdamW)
     decides = on_device(optimizer)
     if not decides and not bool(ok):
         return lambda grads: None
     optimizer.begin(number, ok if decides else None, factor)
     if isinstance(optimizer, CompactAdamW):
+        optimizer.prepare(every)
         return partial(optimizer.update, whole=whole)
     return optimizer.update
 
