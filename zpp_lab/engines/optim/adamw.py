@@ -291,7 +291,7 @@ class CompactAdamW(torch.optim.Optimizer):
             where = tuple(self.places[p] for p in parameters)
             if where not in self.indices:
                 self.indices[where] = torch.tensor(where, device=self.device)
-            rates, roots = self.corrections[:, self.indices[where]].unbind()
+            rates, roots = self.corrections.index_select(1, self.indices[where]).unbind()
             return rates, roots
         steps = torch.stack([self.state[p]["step"] for p in parameters]).double()
         beta1, beta2 = group["betas"]
