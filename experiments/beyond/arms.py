@@ -238,6 +238,7 @@ def measure(maker: str, overrides: Sequence[str], steps: int, gpu_gib: float) ->
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
+    torch.manual_seed(1)  # arms that compute the same then have the same losses
     made: list[Timed] = []
     built = awaited(lambda: made.append(MAKERS[maker](config, device)))
     (timed,), losses = made, list[float]()
