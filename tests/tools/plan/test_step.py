@@ -262,6 +262,26 @@ def test_stages_divide_blocks_and_wait_for_each_other() -> None:
     assert found.stages_s == pytest.approx(2 * 3 * block)  # the first micro-step's other stage
     own = found.compute_s + found.codec_s + found.optimizer_s + found.exposed_s
     assert own == pytest.approx(found.step_s)
+    kinds = ("forward", "backward", "head")
+    assert sum(found.parts[kind] for kind in kinds) == pytest.approx(found.compute_s)
+    assert found.bound == "computation"
+
+
+def test_codecs_of_crossings_take_the_stages_time() -> None:
+    """Each of two stages encodes once a micro-step: the first its activations, the second their
+    gradient; one waits for the other."""
+    settings = config(*PIPE, "recipe.acts_pipe.bits=8")
+    codec = {op: dict.fromkeys(CODECS, NOTHING) for op in figures.OPERATORS}
+    codec["encode"]["8"] = 1e-6
+    slow = machine(memory_bytes_per_s=1e6)  # updates take longer than all crossings
+    free = predict(settings, slow)
+    found = predict(settings, replace(slow, codec=figures.Codec(0.0, codec)))
+    pipe = plan_of(settings).pipe
+    assert pipe is not None
+    each = pipe.layout.segments[0].coded_numel / 1e6
+    assert free.step_s > 4 * each
+    assert found.codec_s - free.codec_s == pytest.approx(4 * each)
+    assert found.step_s - free.step_s == pytest.approx((4 + 1) * each)
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])

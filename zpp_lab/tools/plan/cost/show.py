@@ -20,7 +20,7 @@ from zpp_lab.config.schema import Config, EngineConfig
 from zpp_lab.study.speed.results import BASE, MAX, Measured, Predicted, Setting
 from zpp_lab.tools.plan.cost.machine import Machine, load_machine
 from zpp_lab.tools.plan.cost.step import predict, replays
-from zpp_lab.tools.plan.cost.timeline import BOUNDS, StepTime
+from zpp_lab.tools.plan.cost.timeline import HOST, StepTime
 
 Link = float | None  # Gbit/s of a node; None: no limit but the links inside nodes
 ROWS = {
@@ -120,7 +120,7 @@ def graph_line(config: Config, machine: Machine, found: dict[str, StepTime]) -> 
     eager = found if graph else other
     text = "Without a CUDA graph" if graph else "With a CUDA graph of forward and backward"
     text += f" (engine.graph={written(engine.graph)})"
-    tight = [link for link, time in eager.items() if time.bound == BOUNDS["host"]]
+    tight = [link for link, time in eager.items() if time.bound == HOST]
     if not tight:
         return f"{text}."
     each, setting = ", ".join(f"{1000 * other[link].step_s:.1f}" for link in tight), written(graph)
@@ -132,7 +132,7 @@ def graph_line(config: Config, machine: Machine, found: dict[str, StepTime]) -> 
 
 def host_advice(config: Config, machine: Machine, found: dict[str, StepTime]) -> str | None:
     """Return what to do where the host is the bound; None where it is nowhere."""
-    tight = [link for link, time in found.items() if time.bound == BOUNDS["host"]]
+    tight = [link for link, time in found.items() if time.bound == HOST]
     if not tight:
         return None
     text = (

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from zpp_lab.codecs.layout import Layout
 from zpp_lab.collectives.acts import FP32, LOSS, PartsPlan, acts_layout
 from zpp_lab.collectives.pipe import PipePlan
 from zpp_lab.collectives.plan import Plan
@@ -22,9 +21,7 @@ from zpp_lab.tools.plan.cost.transfers import Transfers
 from zpp_lab.train.memory.estimate import with_root
 
 Pass = Literal["forward", "backward"]
-FORTH: Pass = "forward"
-BACK: Pass = "backward"
-OF: dict[Pass, Wire] = {FORTH: ACTS_FORWARD, BACK: ACTS_BACKWARD}
+OF: dict[Pass, Wire] = {"forward": ACTS_FORWARD, "backward": ACTS_BACKWARD}
 
 
 @dataclass(frozen=True)
@@ -55,37 +52,32 @@ class PartTimes:
         self.plan, self.transfers = plan, transfers
 
     def block(self, which: Pass) -> Exchange:
-        """Of one block: each of its two pieces gathers and scatters."""
-        return (self._gather(which) + self._scatter(which)) * 2
+        """Predict a block's: each of its two pieces gathers and scatters."""
+        return (self._one(which, "gather") + self._one(which, "reduce")) * 2
 
     def start(self, which: Pass) -> Exchange:
-        """Of the embedding, which scatters."""
-        return self._scatter(which) if which == "forward" else self._gather(which)
+        """Predict the embedding's, which scatters."""
+        return self._one(which, "reduce" if which == "forward" else "gather")
 
     def head(self, which: Pass) -> Exchange:
-        return self._gather(which) if which == "forward" else self._scatter(which)
+        """Predict the head's, which gathers."""
+        return self._one(which, "gather" if which == "forward" else "reduce")
 
     def loss(self) -> Exchange:
+        """Predict the loss's, once a forward."""
         return self._raw(LOSS * self.plan.tokens)
 
     def shared(self) -> Exchange:
-        """Of the gradients of parameters that all parts have, once a step."""
+        """Predict that of gradients of parameters that all parts have, once a step."""
         return self._raw(self.plan.shared)
 
-    def _layout(self, which: Pass) -> Layout:
-        plan = self.plan
+    def _one(self, which: Pass, kind: Literal["gather", "reduce"]) -> Exchange:
+        plan, times, tp = self.plan, self.transfers, self.plan.tp
         codec = plan.recipe.acts_codec(OF[which])
-        return acts_layout("", plan.tokens * plan.dim // plan.tp, codec)
-
-    def _gather(self, which: Pass) -> Exchange:
-        layout, times, tp = self._layout(which), self.transfers, self.plan.tp
-        kernels = times.kernel("encode", layout, 1) + times.kernel("decode", layout, tp)
-        return Exchange(OF[which], 1, kernels, times.inside("gather", (tp - 1) * layout.nbytes))
-
-    def _scatter(self, which: Pass) -> Exchange:
-        layout, times, tp = self._layout(which), self.transfers, self.plan.tp
-        kernels = times.kernel("encode", layout, tp) + times.kernel("reduce", layout, tp)
-        return Exchange(OF[which], 1, kernels, times.inside("reduce", (tp - 1) * layout.nbytes))
+        layout = acts_layout("", plan.tokens * plan.dim // tp, codec)
+        rows, last = (1, "decode") if kind == "gather" else (tp, "reduce")
+        kernels = times.kernel("encode", layout, rows) + times.kernel(last, layout, tp)
+        return Exchange(OF[which], 1, kernels, times.inside(kind, (tp - 1) * layout.nbytes))
 
     def _raw(self, numel: int) -> Exchange:
         nbytes = (self.plan.tp - 1) * FP32 * numel
@@ -137,43 +129,51 @@ def staged(plan: Plan, config: Config, transfers: Transfers, timed: Timed) -> St
     assert pipe is not None
     last = pipe.ranks - 1
     crossing = Crossing.of(pipe, config.cluster, transfers)
-    forward, backward, alone = list[float](), list[float](), list[StepTime]()
+    forward, backward, kernels = list[float](), list[float](), list[float]()
+    alone = list[StepTime]()  # without crossings, of which `kernels` has the kernels
     for place in range(pipe.ranks):
         own, ends = with_root(plan.stage(place)), (place == 0, place == last)
         passes, found = timed(replace(own, micro_steps=1), ends)
         if micros > 1:
             found = _more(found, timed(replace(own, micro_steps=2), ends)[1], micros)
+        ends_s = {which: crossing.kernels(place, pipe.ranks, which) for which in OF}
+        forward.append(passes.seconds("forward") + ends_s["forward"])
+        backward.append(passes.seconds("backward") + ends_s["backward"])
+        kernels.append(micros * sum(ends_s.values()))
         alone.append(found)
-        for times, which in ((forward, FORTH), (backward, BACK)):
-            times.append(passes.seconds(which) + crossing.kernels(place, pipe.ranks, which))
     length = makespan(forward, backward, crossing.transfer, micros, config.engine.schedule)
     both = [micros * (there + back) for there, back in zip(forward, backward, strict=True)]
-    beyond = [max(0.0, one.step_s - passes) for one, passes in zip(alone, both, strict=True)]
-    most = max(range(pipe.ranks), key=lambda place: both[place] + beyond[place])
-    time, waits = alone[most], length - both[most]
-    kernels = max(0.0, both[most] + beyond[most] - time.step_s)  # of the crossings
-    step_s, train = length + beyond[most], config.train
+    each = zip(both, alone, kernels, strict=True)
+    busy = [max(passes, one.step_s + ends_s) for passes, one, ends_s in each]
+    most = max(range(pipe.ranks), key=busy.__getitem__)
+    time, step_s, train = alone[most], length + busy[most] - both[most], config.train
+    waits = step_s - time.step_s - kernels[most]
     between = micros * ((most > 0) + (most < last)) * crossing.transfer
     across = pipe.across and transfers.link_gbps is not None
     tokens = train.batch_size * micros * config.cluster.readers * config.data.seq_len
     return replace(
         time,
-        codec_s=time.codec_s + kernels,
+        codec_s=time.codec_s + kernels[most],
         exposed_s=time.exposed_s + waits,
         step_s=step_s,
         tokens_per_s=tokens / step_s,
         intra_s=time.intra_s + (0.0 if across else between),
         inter_s=time.inter_s + (between if across else 0.0),
         parts={**time.parts, f"{ACTS_PIPE}, {'inter' if across else 'intra'}": between},
-        stages_s=waits + kernels,
+        stages_s=waits + kernels[most],
     )
 
 
 def _more(one: StepTime, two: StepTime, micros: int) -> StepTime:
     """Return a step of more micro-steps, by what the second one adds."""
-    figures = (f.name for f in fields(StepTime) if f.name not in ("parts", "bound"))
-    values = {n: (getattr(one, n), getattr(two, n)) for n in figures}
-    return replace(two, **{n: a + (micros - 1) * (b - a) for n, (a, b) in values.items()})  # type: ignore[arg-type]
+
+    def all_of(first: float, both: float) -> float:
+        return first + (micros - 1) * (both - first)
+
+    names = [f.name for f in fields(StepTime) if f.init and f.name != "parts"]
+    figures: dict[str, Any] = {n: all_of(getattr(one, n), getattr(two, n)) for n in names}
+    parts = {kind: all_of(one.parts.get(kind, 0.0), both) for kind, both in two.parts.items()}
+    return replace(two, parts=parts, **figures)
 
 
 def order(stages: int, stage: int, micros: int, schedule: str) -> Iterator[tuple[Pass, int, bool]]:

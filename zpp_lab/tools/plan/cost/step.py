@@ -33,7 +33,7 @@ from zpp_lab.engines.units import is_untouched
 from zpp_lab.tools.plan.cost.machine import Machine
 from zpp_lab.tools.plan.cost.split import OF, Exchange, PartTimes, Pass, staged
 from zpp_lab.tools.plan.cost.state import NoFigures, State
-from zpp_lab.tools.plan.cost.timeline import BOUNDS, IN, OUT, StepTime, Timeline
+from zpp_lab.tools.plan.cost.timeline import IN, OUT, StepTime, Timeline
 from zpp_lab.tools.plan.cost.transfers import Collective, Transfers
 from zpp_lab.train.speed import Work, block_work, head_work
 
@@ -220,7 +220,6 @@ class _Step:
             step_s=step,
             tokens_per_s=sequences * self.config.data.seq_len / step,
             parts={kind: seconds for kind, seconds in kinds.items() if seconds},
-            bound=BOUNDS[max(BOUNDS, key=lambda name: busy.get(name, 0.0))],
             bus_s=max(busy.get(IN, 0.0), busy.get(OUT, 0.0)),
             flush_s=self._flush(),
         )

@@ -11,14 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 IN, OUT = "bus in", "bus out"
-BOUNDS = {
-    "gpu": "computation",
-    "host": "host",
-    "intra": "inside nodes",
-    "inter": "between nodes",
-    IN: "bus to host memory",
-    OUT: "bus to host memory",
-}
+HOST = "host"  # a bound
 
 
 @dataclass(frozen=True)
@@ -86,18 +79,19 @@ class Timeline:
 
     def busy(self) -> dict[str, float]:
         """Return seconds of all tasks, by resource."""
-        return self._added(lambda task: task.uses)
+        return _added((task.uses, task.seconds) for task in self.tasks)
 
     def kinds(self) -> dict[str, float]:
         """Return seconds of all tasks, by kind."""
-        return self._added(lambda task: task.kind)
+        return _added((task.kind, task.seconds) for task in self.tasks)
 
-    def _added(self, key) -> dict[str, float]:  # type: ignore[no-untyped-def]
-        found: dict[str, float] = defaultdict(float)
-        for task in self.tasks:
-            if key(task) is not None:
-                found[key(task)] += task.seconds
-        return dict(found)
+
+def _added(each: Iterable[tuple[str | None, float]]) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for name, seconds in each:
+        if name is not None:
+            found[name] += seconds
+    return dict(found)
 
 
 @dataclass(frozen=True)
@@ -122,11 +116,21 @@ class StepTime:
     step_s: float
     tokens_per_s: float
     parts: dict[str, float]  # seconds by kind of task
-    bound: str  # what is busy longest
     bus_s: float = 0.0
     flush_s: float = 0.0
     parts_s: float = 0.0
     stages_s: float = 0.0
+    bound: str = field(init=False)  # what is busy longest
+
+    def __post_init__(self) -> None:
+        busy = {
+            "computation": self.compute_s + self.codec_s + self.optimizer_s,
+            HOST: self.host_s,
+            "inside nodes": self.intra_s,
+            "between nodes": self.inter_s,
+            "bus to host memory": self.bus_s,
+        }
+        object.__setattr__(self, "bound", max(busy, key=busy.__getitem__))
 
     @property
     def shards_s(self) -> float:

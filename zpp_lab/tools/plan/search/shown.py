@@ -14,7 +14,7 @@ from zpp_lab.config.load import written
 from zpp_lab.config.parser import link_name
 from zpp_lab.config.schema import Config, RecipeConfig
 from zpp_lab.tools.plan.cost.show import graph_line, host_lacks
-from zpp_lab.tools.plan.cost.timeline import BOUNDS
+from zpp_lab.tools.plan.cost.timeline import HOST
 from zpp_lab.tools.plan.planner import NO_GPU, sequences
 from zpp_lab.tools.plan.search.fastest import TIE, Answer, Timed
 from zpp_lab.tools.plan.search.limits import UNLIMITED
@@ -181,7 +181,7 @@ def notes(answer: Answer) -> list[str]:
     else:
         lines.append(NO_LOSS if answer.problem.untested else MILD)
     lacks = host_lacks(answer.problem.machine)
-    if lacks and answer.chosen.time.bound == BOUNDS["host"]:
+    if lacks and answer.chosen.time.bound == HOST:
         lines.append(lacks)
     if limit is not None and tempting(answer):
         lines.append("Faster, but not measured by a study: measure those as arms of one.")
