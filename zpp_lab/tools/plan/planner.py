@@ -85,7 +85,7 @@ def plan_command(
     one's name, for predicted times at `link_gbps`."""
     config = compose(list(overrides))
     device, assumed = device_memory(gpu_gib or config.engine.gpu_gib)
-    outlook = Outlook.of(config, device, _host_memory(config, gpu_gib))
+    outlook = Outlook.of(config, device, host_memory(config, gpu_gib))
     advice = [] if outlook.fits else list(advise(outlook))
     known = load_machine(machine) if machine else None
     speeds = time_shown.links(link_gbps)
@@ -132,7 +132,7 @@ def device_memory(gpu_gib: float | None) -> tuple[int, bool]:
     return int(seen or DEFAULT_GIB * GIB), not seen
 
 
-def _host_memory(config: Config, gpu_gib: float | None) -> int | None:
+def host_memory(config: Config, gpu_gib: float | None) -> int | None:
     """Return a rank's part of its host's memory: by engine.host_gib, else with engine.place=auto
     and this machine's GPUs of this machine; None: unknown."""
     engine = config.engine

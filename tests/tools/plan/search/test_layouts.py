@@ -70,7 +70,7 @@ def test_a_named_dimension_stays(capsys) -> None:
 
 def test_what_is_not_built_with_parts_is_left_out() -> None:
     words = ["model=13b", "train.param_dtype=bf16", "cluster.tp=2", "cluster.pp=1"]
-    ((one,), refused) = layouts(words, 16, 80 * GIB)
+    ((one,), refused, _) = layouts(words, 16, 80)
     assert not refused
     assert not one.outlook.config.model.checkpoint_activations
     assert not one.outlook.config.model.loss_chunk
@@ -78,13 +78,22 @@ def test_what_is_not_built_with_parts_is_left_out() -> None:
 
 def test_passes_grow_with_the_parts_as_far_as_they_fit() -> None:
     words = [*MODEL, "cluster.tp=4", "cluster.pp=1", "train.batch_size=8"]
-    (large,), _ = layouts(words, 4, 80 * GIB)
+    (large,), *_ = layouts(words, 4, 80)
     assert large.outlook.config.train.batch_size == 32
     assert large.outlook.config.train.micro_steps == 1
-    (small,), _ = layouts(words, 4, large.outlook.estimate.peak - 1)
+    (small,), *_ = layouts(words, 4, (large.outlook.estimate.peak - 1) / GIB)
     train = small.outlook.config.train
     assert (train.batch_size, train.micro_steps) == (16, 2)
     assert small.outlook.fits
+
+
+def test_memories_that_settings_name_are_kept() -> None:
+    placed = ["train.masters=split", "engine.place=host"]
+    words = [*MODEL, *placed, "cluster.tp=1", "cluster.pp=1", "engine.gpu_gib=40"]
+    (large,), _, assumed = layouts(words, 2, None)
+    assert (large.outlook.device, large.outlook.fits, assumed) == (40 * GIB, True, False)
+    (small,), *_ = layouts([*words, "engine.host_gib=0.01"], 2, None)
+    assert not small.outlook.fits
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ class _Line:
 
 def _problem(config: Config, wanted: Wanted) -> Problem:
     base = replace(config, engine=replace(config.engine, name="fsdp"))
-    device, assumed = device_memory(wanted.gpu_gib)
+    device, assumed = device_memory(wanted.gpu_gib or base.engine.gpu_gib)
     if wanted.machine is None:
         raise ValueError(
             "--fastest needs --machine: a file that `zpp-lab bench calibrate` wrote, or the name "

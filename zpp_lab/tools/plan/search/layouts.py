@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from rich.console import Console
@@ -23,7 +24,7 @@ from zpp_lab.config.wires import ACTS_PIPE, WIRES
 from zpp_lab.tools.plan.cost import show as time_shown
 from zpp_lab.tools.plan.cost.machine import Machine, load_machine
 from zpp_lab.tools.plan.cost.timeline import StepTime
-from zpp_lab.tools.plan.planner import NO_GPU, device_memory, sequences
+from zpp_lab.tools.plan.planner import NO_GPU, device_memory, host_memory, sequences
 from zpp_lab.train.memory.buffers import GIB
 from zpp_lab.train.memory.outlook import Outlook
 
@@ -64,7 +65,8 @@ class Layout:
 
     @property
     def order(self) -> tuple[bool, float, int]:
-        """Smaller is better: what fits, then the fastest, or without times what sends least."""
+        """Return what sorts layouts: those that fit, then the fastest, or without times what sends
+        least."""
         first = next(iter(self.times.values()), None)
         sent = self.sent(True) + self.sent(False)
         return not self.outlook.fits, first.step_s if first else sent.inter, sent.intra
@@ -86,8 +88,8 @@ def layouts_command(
 ) -> int:
     """Print all layouts, the fastest first; return 0 where one fits, else 1."""
     known = load_machine(machine) if machine else None
-    device, assumed = device_memory(gpu_gib)
-    found, refused = layouts(overrides, gpus, device, known, time_shown.links(link_gbps))
+    speeds = time_shown.links(link_gbps)
+    found, refused, assumed = layouts(overrides, gpus, gpu_gib, known, speeds)
     if as_json:
         print(json.dumps(as_dict(found, refused), indent=1))
     else:
@@ -98,37 +100,43 @@ def layouts_command(
 def layouts(
     overrides: Sequence[str],
     gpus: int,
-    device: int,
+    gpu_gib: float | None,
     machine: Machine | None = None,
     speeds: Sequence[float | None] = (None,),
-) -> tuple[list[Layout], list[str]]:
-    """Return the layouts of so many GPUs, the best first, and why others are none. ValueError where
-    nodes do not divide the GPUs, or there is no layout at all."""
+) -> tuple[list[Layout], list[str], bool]:
+    """Return the layouts of so many GPUs, the best first; why others are none; and whether a GPU's
+    memory is assumed (`device_memory`). ValueError where nodes do not divide the GPUs, or there is
+    no layout at all."""
     base, every = _clusters(overrides, gpus)
+    gpu_gib = gpu_gib or base.engine.gpu_gib
+    device, assumed = device_memory(gpu_gib)
     found, why = list[Layout](), dict[str, list[str]]()
     for cluster in every:
         try:
-            layout = _largest_pass(overrides, base, cluster, device)
+            layout = _largest_pass(overrides, base, cluster, device, gpu_gib)
             times = time_shown.times(layout.outlook.config, machine, speeds) if machine else {}
         except ValueError as error:
             why.setdefault(str(error), []).append(f"tp={cluster.tp} pp={cluster.pp}")
             continue
         found.append(replace(layout, times=times))
-    if not found and len(why) == 1:
-        raise ValueError(f"--gpus {gpus}: no layout: {next(iter(why))}")
-    refused = [f"{', '.join(dict.fromkeys(own))}: {reason}" for reason, own in why.items()]
+    refused = [f"{', '.join(own)}: {reason}" for reason, own in why.items()]
     if not found:
         raise ValueError(f"--gpus {gpus}: no layout; " + "; ".join(refused))
-    return sorted(found, key=lambda layout: layout.order), refused
+    return sorted(found, key=lambda layout: layout.order), refused, assumed
 
 
 def _largest_pass(
-    given: Sequence[str], base: Config, cluster: ClusterConfig, device: int
+    given: Sequence[str],
+    base: Config,
+    cluster: ClusterConfig,
+    device: int,
+    gpu_gib: float | None,
 ) -> Layout:
     """Return the layout with the most sequences a pass that fit, or else with the fewest."""
     for times in (n for n in range(cluster.tp, 0, -1) if cluster.tp % n == 0):
         own = _overrides(given, base, cluster, times)
-        found = Layout(tuple(own), Outlook.of(compose(own), device))
+        config = compose(own)
+        found = Layout(tuple(own), Outlook.of(config, device, host_memory(config, gpu_gib)))
         if found.outlook.fits:
             break
     return found
@@ -137,9 +145,9 @@ def _largest_pass(
 def _clusters(overrides: Sequence[str], gpus: int) -> tuple[Config, list[ClusterConfig]]:
     """Return the settings with whole models, and every cluster: the user's tp and pp, or all."""
     named = {setting_of(word): word.partition("=")[2] for word in overrides}
-    whole = [w for w in overrides if not _of_acts(w, ClusterConfig(1, 1)) and not _axis(w)]
-    base = compose([*whole, "cluster.tp=1", "cluster.pp=1"])
-    given = any(name.split(".")[0] == "cluster" for name in named if not _axis(name))
+    whole = [w for w in overrides if not (_of_acts(w, ClusterConfig(1, 1)) or _replaced(w))]
+    base = compose([*whole, "cluster.tp=1", "cluster.pp=1", "engine=fsdp"])
+    given = any(name.split(".")[0] == "cluster" for name in named if not _replaced(name))
     each = base.cluster.gpus_per_node if given else min(PER_NODE, gpus)
     if gpus % each:
         raise ValueError(
@@ -154,25 +162,24 @@ def _clusters(overrides: Sequence[str], gpus: int) -> tuple[Config, list[Cluster
         axis: [int(value)] if value else [n for n in range(1, gpus + 1) if gpus % n == 0]
         for axis, value in fixed.items()
     }
-    found = list[ClusterConfig]()
-    for tp in sizes["tp"]:
-        for pp in sizes["pp"]:
-            try:
-                found.append(ClusterConfig(nodes, each, tp, pp))
-            except ValueError:
-                if fixed["tp"] and fixed["pp"]:
-                    raise
+    found, errors = list[ClusterConfig](), list[ValueError]()
+    for tp, pp in product(sizes["tp"], sizes["pp"]):
+        try:
+            found.append(ClusterConfig(nodes, each, tp, pp))
+        except ValueError as error:
+            errors.append(error)
     if not found:  # the user's own axis divides nothing
-        ClusterConfig(nodes, each, *(sizes[a][0] if fixed[a] else 1 for a in ("tp", "pp")))
+        raise errors[0]
     return base, found
 
 
-def _axis(word: str) -> bool:
-    return setting_of(word) in ("cluster.tp", "cluster.pp")
+def _replaced(word: str) -> bool:
+    """Return whether an override is of what each layout sets itself."""
+    return setting_of(word) in ("cluster.tp", "cluster.pp", "engine", "engine.name")
 
 
 def _of_acts(word: str, cluster: ClusterConfig) -> bool:
-    """Whether an override is of a wire that the cluster does not have."""
+    """Return whether an override is of a wire that the cluster does not have."""
     group, _, rest = setting_of(word).partition(".")
     name = rest.split(".")[0]
     if group != "recipe" or (name not in WIRES and name != "acts"):
@@ -202,8 +209,12 @@ def _overrides(given: Sequence[str], base: Config, cluster: ClusterConfig, times
     if cluster.tp > 1:  # not built
         own |= {"model.loss_chunk": 0} if model.loss_chunk else {}
         own |= {"model.checkpoint_activations": "false"} if model.checkpoint_activations else {}
-    replaced = {*own, "cluster", "cluster.tp", "cluster.pp", "engine.name"}
-    kept = [w for w in given if setting_of(w) not in replaced and not _of_acts(w, cluster)]
+    kept = [
+        word
+        for word in given
+        if setting_of(word) not in {*own, "cluster"}
+        and not (_replaced(word) or _of_acts(word, cluster))
+    ]
     return [*kept, *(f"{name}={value}" for name, value in own.items())]
 
 
@@ -211,6 +222,7 @@ def _overrides(given: Sequence[str], base: Config, cluster: ClusterConfig, times
 
 
 def as_dict(found: Sequence[Layout], refused: Sequence[str]) -> dict[str, Any]:
+    """Return everything shown, in bytes and seconds."""
     return {"layouts": [_row(layout) for layout in found], "refused": list(refused)}
 
 
@@ -223,6 +235,7 @@ def _row(layout: Layout) -> dict[str, Any]:
         "overrides": list(layout.overrides),
         "fits": layout.outlook.fits,
         "peak": layout.outlook.estimate.peak,
+        "host": layout.outlook.estimate.host,
         "wires": {wire: t._asdict() for wire, t in plan.step_bytes().items()},
         "bubble": layout.bubble,
         "links": {
@@ -254,8 +267,9 @@ def _show(
     for name in [*names, *(("dp", "tp", "pp", "bound by") if links else ())]:
         table.add_column(name, justify="right")
     for layout in found:
-        peak = f"{layout.outlook.estimate.peak / GIB:.1f}"
-        cells = [layout.name, peak if layout.outlook.fits else f"{peak} (too much)"]
+        peak = layout.outlook.estimate.peak
+        lacks = "too much" if peak > layout.outlook.budget else "host memory lacks"
+        cells = [layout.name, f"{peak / GIB:.1f}" + f" ({lacks})" * (not layout.outlook.fits)]
         cells += [_gb(layout.sent(False)), _gb(layout.sent(True))]
         cells += [f"{1000 * time.step_s:.0f}" for time in layout.times.values()]
         if links:
@@ -269,12 +283,14 @@ def _show(
         console.print(COSTS.format(link=links[0]))
         if any(layout.cluster.tp > 1 for layout in found):
             console.print(time_shown.EXCHANGES)
-        if lacks := time_shown.host_lacks(machine):
-            console.print(lacks)
-    for reason in dict.fromkeys(refused):
+        if older := time_shown.host_lacks(machine):
+            console.print(older)
+    for reason in refused:
         console.print(f"Not possible: {reason}", highlight=False)
     if not best.outlook.fits:
-        console.print(f"No layout fits {device / GIB:.1f} GiB a GPU.")
+        host = best.outlook.host
+        also = f" and {host / GIB:.1f} GiB of host memory a rank" if host is not None else ""
+        console.print(f"No layout fits {device / GIB:.1f} GiB a GPU{also}.")
         return
     if best.cluster.pp > 1:
         console.print(BUBBLE.format(share=best.bubble))
