@@ -52,7 +52,8 @@ from zpp_lab.engines.build import parts_plan
 from zpp_lab.engines.fsdp.loops.graphed import Graphed
 from zpp_lab.engines.fsdp.loops.hugging_face import mark
 from zpp_lab.engines.fsdp.loops.loop import Loop
-from zpp_lab.engines.fsdp.loops.placed import PlacedAdamW, Placing
+from zpp_lab.engines.fsdp.loops.optimizer import PlacedAdamW
+from zpp_lab.engines.fsdp.loops.placed import Placing
 from zpp_lab.engines.fsdp.mesh import Ranks
 from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
 from zpp_lab.engines.optim.shards import local

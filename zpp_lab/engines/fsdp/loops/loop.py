@@ -48,7 +48,8 @@ from zpp_lab.engines.fsdp.gradients import on_forward
 from zpp_lab.engines.fsdp.graph import StepGraph
 from zpp_lab.engines.fsdp.kept import Kept, on_ranks
 from zpp_lab.engines.fsdp.loops.hugging_face import refuse
-from zpp_lab.engines.fsdp.loops.placed import USE, PlacedAdamW, Placing
+from zpp_lab.engines.fsdp.loops.optimizer import USE, PlacedAdamW
+from zpp_lab.engines.fsdp.loops.placed import Placing
 from zpp_lab.engines.fsdp.rollout import rolled_bytes, rolling, rollout_traffic
 from zpp_lab.engines.fsdp.wrap import Wrapped
 from zpp_lab.engines.norm import squares
