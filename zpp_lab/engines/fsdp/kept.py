@@ -45,7 +45,8 @@ class Kept:
         """`group`: of all ranks of the cluster, where the world has more. `low`: the low planes of
         parameters that are high ones."""
         self.units, self.parameters, self.group = units, parameters, group
-        self.low = low or {}
+        planes = low or {}
+        self.low: Callable[[str, nn.Parameter], Tensor | None] = lambda name, p: planes.get(name)
         # in the order of the next forward, which begins with the root, the last unit
         in_turn = (*units[-1:], *units[:-1])
         self.updates: list[Exchange] = [u.update for u in in_turn if u.update is not None]
@@ -104,7 +105,7 @@ class Kept:
             update.wait()
 
     def _masters(self, names: Iterable[str]) -> list[Tensor]:
-        return [master(self.parameters[name], self.low.get(name)) for name in names]
+        return [master(p, self.low(n, p)) for n, p in ((n, self.parameters[n]) for n in names)]
 
     def state(self) -> dict[str, DTensor]:
         """What is remembered, sharded as the masters are; it shares memory with what is kept.

@@ -140,7 +140,7 @@ class Loop:
 
     def place(self, placing: Placing) -> None:
         """State lies where `placing` says: no optimizer but its own may step."""
-        self.placing, self.kept.low = placing, placing.masters.low
+        self.placing, self.kept.low = placing, placing.low
         placing.keep(self.parameters())
         handle = register_optimizer_step_pre_hook(partial(_refuse_other, weakref.ref(self)))
         weakref.finalize(self, handle.remove)
@@ -440,8 +440,6 @@ class Loop:
 
     def _kept(self) -> Kept:
         self.kept.parameters = self.parameters() if self.kept.updates else {}
-        if self.placing is not None and self.kept.updates:
-            self.placing.refresh(self.kept.parameters)
         return self.kept
 
     # ------------------------------------------------------------------ its state

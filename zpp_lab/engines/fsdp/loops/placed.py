@@ -132,15 +132,14 @@ class Placing:
                 assert local(low).shape == local(parameters[name]).shape
 
     @torch.no_grad()
-    def refresh(self, parameters: Mapping[str, Tensor]) -> None:
-        """Let low planes of rows that others have written be 0, before anything but an update reads
-        masters."""
-        marks = self.marks.items()
-        changed = {name: row_marks(local(parameters[name])) != own for name, own in marks}
-        if changed and bool(torch.stack([rows.any() for rows in changed.values()]).any()):
-            for name, rows in changed.items():
-                low = local(self.masters.low[name])
-                low[rows.to(low.device)] = 0
+    def low(self, name: str, p: Tensor) -> Tensor | None:
+        """Return the low plane of a parameter's rows, 0 where others have written them. The plane
+        itself stays: weights that were swapped out may come back."""
+        if name not in self.marks:
+            return None
+        written = row_marks(local(p)) != self.marks[name]  # a look, which finishes updates
+        own = local(self.masters.low[name]).to(p.device, non_blocking=True)
+        return own.masked_fill(written.view(-1, *[1] * (own.ndim - 1)), 0)
 
 
 # ---------------------------------------------------------------------- gradients and updates
