@@ -127,6 +127,11 @@ def test_forecasts_know_what_auto_will_mean() -> None:
         Residence.of(own)
 
 
+def test_a_plan_takes_each_node_for_a_host() -> None:
+    own = config("nodes keep weights", "engine.gpu_gib=80", "engine.host_gib=128")
+    assert expected(own).host == int(PINNED * 128 * GIB) // own.cluster.gpus_per_node
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

@@ -227,7 +227,8 @@ def _placed(config: Config) -> list[str]:
             f"engine.place=auto: {place if found.fits else 'does not fit (`zpp-lab plan`)'}"
         )
     need = max(one.estimate.host for one in found.phases or (found,))
-    there = host_part(config, engine.host_gib * GIB if engine.host_gib else memory_bytes())
+    each_host = engine.host_gib * GIB if engine.host_gib else memory_bytes()
+    there = host_part(config, each_host, planned=True)
     if need > there:
         whose = "engine.host_gib" if engine.host_gib else "this machine's memory"
         said.append(

@@ -137,9 +137,9 @@ def host_memory(config: Config, gpu_gib: float | None) -> int | None:
     and this machine's GPUs of this machine; None: unknown."""
     engine = config.engine
     if engine.host_gib:
-        return host_part(config, engine.host_gib * GIB)
+        return host_part(config, engine.host_gib * GIB, planned=True)
     here = engine.place == "auto" and not (gpu_gib or engine.gpu_gib) and gpu_memory()
-    return host_part(config, memory_bytes()) if here else None
+    return host_part(config, memory_bytes(), planned=True) if here else None
 
 
 def gap_of(outlook: Outlook) -> law.Prediction | None:

@@ -119,9 +119,10 @@ def deepest(outlook: Outlook) -> Outlook | None:
     return best
 
 
-def host_part(config: Config, nbytes: float) -> int:
-    """Return a rank's part of what can be pinned on a host of so much memory."""
-    here = int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1
+def host_part(config: Config, nbytes: float, planned: bool = False) -> int:
+    """Return a rank's part of what can be pinned on a host of so much memory: of a run that begins
+    here, or (`planned`) of one whose nodes are hosts."""
+    here = not planned and int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1
     ranks = config.cluster.world if here else config.cluster.gpus_per_node
     return int(PINNED * nbytes) // ranks
 
@@ -130,7 +131,7 @@ def expected(config: Config) -> Outlook:
     """Return the outlook of a run that may begin elsewhere, by engine.gpu_gib and host_gib."""
     engine = config.engine
     device = engine.gpu_gib * GIB if engine.gpu_gib else gpu_memory() or DEFAULT_GIB * GIB
-    host = host_part(config, engine.host_gib * GIB) if engine.host_gib else None
+    host = host_part(config, engine.host_gib * GIB, planned=True) if engine.host_gib else None
     return Outlook.of(config, int(device), host)
 
 
