@@ -172,7 +172,8 @@ class Sharded:
         was asked for by place, masters, optimizer_state or clip_by no other optimizer can update
         it; without any of these it is torch's.
 
-        params: parameters or groups of them, as torch's optimizers take; None: all.
+        params: parameters or groups of them, as torch's optimizers take; None: all. A group may
+            have lr, betas, eps and weight_decay of its own.
         clip: with clip_by="unit" each unit's largest gradient norm.
 
         Its `step` takes gradients away: `p.grad` is None afterwards. It waits for the device once

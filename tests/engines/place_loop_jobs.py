@@ -500,6 +500,8 @@ def refusals() -> dict[str, str]:
     model(*rows).backward()
     found["unit clips"] = refused(lambda: own.clip_grad_norm_(1.0))
     found["unit twice"] = refused(lambda: model(*rows))
+    model.head.weight.grad = torch.zeros_like(model.head.weight)
+    found["unit's own gradient"] = refused(optimizer.step)
     model, own = fresh(clip_by="unit")
     model.head.requires_grad_(False)
     optimizer = own.adamw(clip=1.0)

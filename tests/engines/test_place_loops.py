@@ -134,6 +134,7 @@ def test_what_does_not_go_together_is_named() -> None:
         "twice": r"sharded\.adamw",
         "unit clips": "clip_by='unit'",
         "unit twice": "clip_by='unit'",
+        "unit's own gradient": r"clip_by='unit'.*head",
         "unit thawed": r"head.*sharded\.adamw",
     }
     found = run_world(1, refusals)

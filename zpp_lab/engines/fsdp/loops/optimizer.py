@@ -173,7 +173,13 @@ class PlacedAdamW(Optimizer):
 
     def _end_by_unit(self, resident: LoopByUnit) -> Tensor:
         resident.end()
-        self._check_known(n for n, p in self.parameters.items() if p.grad is not None)
+        left = [name for name, p in self.parameters.items() if p.grad is not None]
+        self._check_known(left)
+        if left:
+            raise ValueError(
+                f"clip_by='unit' has updated {left[0]} within backward, so a gradient that was set "
+                "since then would be lost: use clip_by='norm'"
+            )
         norms = dict(resident.norms)
         resident.start()
         if not all(bool(torch.isfinite(norm)) for norm in norms.values()):
