@@ -495,6 +495,21 @@ def refusals() -> dict[str, str]:
     found["twice"] = refused(own.adamw)
     assert isinstance(optimizer.resident, LoopResident)
 
+    model, own = fresh(place="device")
+    optimizer = own.adamw()
+    model(*rows).backward()
+    own.clip_grad_norm_(1.0)
+    model.head.weight.grad.mul_(2)
+    found["changed then"] = refused(optimizer.step)
+
+    model, own = fresh(place={"gradients": 3})
+    optimizer = own.adamw()
+    loss = model(*rows)
+    loss.backward(retain_graph=True)
+    own.clip_grad_norm_(1.0)
+    loss.backward()
+    found["backward then"] = refused(optimizer.step)
+
     unit = clipped("split_fp32_states", 1, 1, "host", 0.01, "unit")
     model, own, optimizer = sharded(unit)
     model(*rows).backward()

@@ -131,6 +131,8 @@ def test_what_does_not_go_together_is_named() -> None:
         "rate below 0, later": "lr=-1.0",
         "state set": "load_state_dict",
         "clipped early": "clip_grad_norm_",
+        "changed then": "head.*clip_grad_norm_",
+        "backward then": "clip_grad_norm_",
         "twice": r"sharded\.adamw",
         "unit clips": "clip_by='unit'",
         "unit twice": "clip_by='unit'",

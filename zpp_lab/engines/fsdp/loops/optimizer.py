@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from zpp_lab.codecs.numerics import clip_factor
@@ -86,6 +87,7 @@ class PlacedAdamW(Optimizer):
                 }
         self.shown = MappingProxyType(shown)
         self.clipped: tuple[Tensor, Tensor] | None = None  # the norm, and the factor that clips
+        self.marked: dict[str, tuple[int, int]] = {}  # of the gradients that it clips
         self.resident = self._resident(clip)
 
     def _resident(self, clip: float) -> LoopResident | LoopByUnit:
@@ -133,16 +135,38 @@ class PlacedAdamW(Optimizer):
                 "clip_by='unit' has clipped and updated each unit within backward: leave "
                 "sharded.clip_grad_norm_ out, or use clip_by='norm'"
             )
+        assert isinstance(self.resident, LoopResident)
+        grads = self._grads(self.resident)
         before: Any = 1.0 if self.clipped is None else self.clipped[1]
-        norm = self._norm() * before  # gradients are as they were
-        self.clipped = norm, before * clip_factor(norm, limit)
+        norm = self.loop.total(self.resident.norm()) * before  # gradients are as they were
+        if grads:
+            self.clipped = norm, before * clip_factor(norm, limit)
+            self.marked = self._marked(grads)
         return norm
 
-    def _norm(self) -> Tensor:
-        assert isinstance(self.resident, LoopResident)
-        self.resident.settle()
-        self._check_known(self.resident.grads())
-        return self.loop.total(self.resident.norm())
+    def _grads(self, resident: LoopResident) -> dict[str, Tensor]:
+        """Return the gradients that are there. ValueError for some that `clip` did not see."""
+        resident.settle()
+        grads = resident.grads()
+        self._check_known(grads)
+        if self.clipped is not None and (
+            new := dict(self._marked(grads).items() - self.marked.items())
+        ):
+            raise ValueError(
+                f"the gradient of {min(new)} has changed since sharded.clip_grad_norm_: call it "
+                "after the last backward, and change gradients before it"
+            )
+        return grads
+
+    def _marked(self, grads: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+        """Return what shows whether gradients are other ones, or have changed in place, where a
+        DTensor counts for itself."""
+        found = {}
+        for name, grad in grads.items():
+            whole = self.parameters[name].grad
+            more = whole._version if type(whole) is DTensor else 0
+            found[name] = grad.data_ptr(), grad._version + more
+        return found
 
     def _check_known(self, grads: Iterable[str]) -> None:
         if unknown := sorted(set(grads) - self.names.keys()):
@@ -187,14 +211,12 @@ class PlacedAdamW(Optimizer):
         return torch.zeros((), device=self.loop.device)
 
     def _step(self, resident: LoopResident) -> Tensor:
-        resident.settle()
-        grads, step = resident.grads(), self.loop.wrapped.clock.step
+        grads, step = self._grads(resident), self.loop.wrapped.clock.step
         if not grads:
             return torch.zeros((), device=self.loop.device)
-        self._check_known(grads)
         self._take_settings()
         clipped, self.clipped = self.clipped, None
-        norm, factor = clipped or (self._norm(), None)
+        norm, factor = clipped or (self.loop.total(resident.norm()), None)
         if not bool(torch.isfinite(norm)):
             self._wait()
             bad = (name for name, grad in grads.items() if not bool(grad.isfinite().all()))
