@@ -12,7 +12,7 @@ make study ${PYTHON:+PYTHON="$PYTHON"}
 
 step "2. read its verdicts: runs/first/report.html, the same as text in report.md"
 sed -n '/^## Answer/,/^###/p' runs/first/report.md | grep -v '^#'
-sed -n '/^## Verdicts/,/^Gap:/p' runs/first/report.md | grep '^|' | cut -d '|' -f 2-4
+sed -n '/^## Arms/,/^## /p' runs/first/report.md | sed '/^\*Every two/,$d' | grep '^|' | cut -d '|' -f 2-4
 
 step "3. an arm of your own: the study's name again, so what has finished is not repeated"
 cat > mine.yaml << 'END'

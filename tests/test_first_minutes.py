@@ -39,7 +39,7 @@ def test_the_script_does_what_it_says(tmp_path: Path) -> None:
     said = done.stdout
     assert done.returncode == 0, said[-6000:] + done.stderr[-6000:]
     parts = re.split(r"^== \d\. .*\n", said, flags=re.MULTILINE)
-    assert re.search(rf"^ w2 \| .* \| {VERDICT}", parts[2], re.MULTILINE), "read from report.md"
+    assert re.search(rf"^ w2 \| {VERDICT}", parts[2], re.MULTILINE), "read from report.md"
     assert "67 runs, 61 finished already" in parts[3]
     assert "2 passed" in parts[4]
     for part, arm in ((parts[3], "w4_64"), (parts[4], "quantile4"), (parts[5], "w4")):

@@ -23,7 +23,7 @@ four_gpus = pytest.mark.skipif(COUNT < 4, reason="needs four GPUs")
 
 def starting(*module: str, ranks: int = 2) -> list[str]:
     """A command that starts ranks of a module with its arguments."""
-    if COUNT > 1 or ranks == 1:
+    if COUNT != 1 or ranks == 1:
         start = f"-m torch.distributed.run --standalone --nproc-per-node={ranks}"
         return [sys.executable, *start.split(), "-m", *module]
     nodes = "emulate --nodes 2 --gpus-per-node 1 --link-gbps max --share-gpus=time-slices --"
