@@ -182,8 +182,9 @@ class Sharded:
         look at a parameter or at the optimizer's state updates all units first; one through a
         tensor that was taken before, such as `p.to_local()`, is not seen: take it again.
 
-        With masters="split" parameters are bf16, so averages of them need fp32 copies. What they
-        leave of the masters is `state[p]["low"]`: the bytes of int16 numbers, in a last dimension.
+        With masters="split" parameters are bf16: averages of them need fp32 copies, and weights
+        that are loaded after `shard` are rounded. What bf16 leaves of masters is
+        `state[p]["low"]`, the bytes of int16 numbers, in a last dimension.
         """
         placing, own = self.loop.placing, self.model.parameters() if params is None else params
         if (clip is not None) != (placing is not None and placing.residence.by_unit):

@@ -502,6 +502,10 @@ def refusals() -> dict[str, str]:
     model.head.weight.grad.mul_(2)
     found["changed then"] = refused(optimizer.step)
 
+    optimizer.param_groups[0]["maximize"] = True
+    model.head.weight.grad = None
+    found["torch's key"] = refused(optimizer.step)
+
     model, own = fresh(place={"gradients": 3})
     optimizer = own.adamw()
     loss = model(*rows)

@@ -132,6 +132,7 @@ def test_what_does_not_go_together_is_named() -> None:
         "state set": "load_state_dict",
         "clipped early": "clip_grad_norm_",
         "changed then": "head.*clip_grad_norm_",
+        "torch's key": "maximize",
         "backward then": "clip_grad_norm_",
         "twice": r"sharded\.adamw",
         "unit clips": "clip_by='unit'",

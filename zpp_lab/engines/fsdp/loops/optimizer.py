@@ -284,20 +284,25 @@ class PlacedAdamW(Optimizer):
                 local(into[name]).copy_(local(found[name]))
 
 
+_TORCHS = ("amsgrad", "maximize")  # what torch's AdamW has besides
+
+
 def _check_same(found: Mapping[str, Any], own: Mapping[str, Tensor], p: Tensor) -> None:
     """ValueError where a parameter's state is kept otherwise."""
     kinds = [{k: (v.dtype, local(v).shape) for k, v in each.items()} for each in (found, own)]
     if other := sorted(k for k in own.keys() | found if kinds[0].get(k) != kinds[1].get(k)):
         raise ValueError(
             f"the state of a parameter {tuple(p.shape)} does not fit in {other[0]}: set "
-            "zpp_lab.shard's masters and optimizer_state to what it was saved with, and load "
-            "it through torch.distributed.checkpoint"
+            "zpp_lab.shard's masters and optimizer_state to what it was saved with, freeze the "
+            "same parameters, and load it through torch.distributed.checkpoint"
         )
 
 
 def _check_group(group: Mapping[str, Any], known: Collection[str] = ()) -> None:
-    """ValueError where a value is out of range, or (`known`) for another key."""
-    if known and (unknown := sorted(group.keys() - set(known))):
+    """ValueError where a value is out of range, or for a key that would be ignored: another one
+    than those in `known`, or of torch's AdamW. Schedules may add keys."""
+    others = group.keys() - set(known) if known else {k for k in _TORCHS if group.get(k)}
+    if unknown := sorted(others):
         raise ValueError(
             f"sharded.adamw: a group of parameters has {unknown[0]!r}, which AdamW here does not "
             "read: use params, lr, betas, eps and weight_decay"
