@@ -1,0 +1,169 @@
+"""Loss curves of `experiment=finetune_13b_1gpu` on one GPU and on two, and an order control.
+
+    python experiments/beyond/finetune.py OUT [--steps 12] [--until UNIX_TIME] [--tiny]
+
+Makes a LlamaForCausalLM folder of 13B's shape with random weights (26 GB, in OUT/work; a folder in
+memory is fastest) and records from Python's standard library. Then it trains, from the same weights
+and records, eight sequences a step: `one` on one GPU with state in host memory, `reordered` the
+same in two micro-batches, `two` on two GPUs, and `device` on one GPU with all state. Each ends
+after --steps logged losses. OUT/finetune.json has the curves and how far each is from `one`.
+--tiny rehearses it on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RUNS = {  # by name: settings of a run
+    "one": ["train.batch_size=8", "engine.place={gradients: 27, moments: 19}"],
+    "reordered": ["train.batch_size=4", "train.micro_steps=2", "engine.place=host"],
+    "two": ["cluster.gpus_per_node=2", "train.batch_size=4", "engine.place=host"],
+    "device": ["train.batch_size=8", "engine.place=device"],
+}
+SIZES = {"dim": 5120, "layers": 40, "heads": 40, "ffn": 13824}
+TINY = {"dim": 128, "layers": 2, "heads": 4, "ffn": 352}
+VOCAB = 32_000
+
+
+def make_model(folder: Path, sizes: dict[str, int]) -> None:
+    """Write a folder as transformers saves one: random weights, tokenizer, configuration."""
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<s>", "</s>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+    dim, heads, ffn = sizes["dim"], sizes["heads"], sizes["ffn"]
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": dim,
+        "intermediate_size": ffn, "num_hidden_layers": sizes["layers"],
+        "num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": VOCAB,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 2048,
+        "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(1)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator, device=device) * 0.02
+        return values.to(torch.bfloat16).cpu()
+
+    ones = torch.ones(dim, dtype=torch.bfloat16)
+    files: dict[str, str] = {}
+
+    def save(name: str, tensors: dict[str, torch.Tensor]) -> None:
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        files.update(dict.fromkeys(tensors, name))
+
+    for i in range(sizes["layers"]):
+        block = f"model.layers.{i}."
+        tensors = {f"{block}self_attn.{x}_proj.weight": drawn(dim, dim) for x in "qkvo"}
+        tensors |= {f"{block}mlp.{x}_proj.weight": drawn(ffn, dim) for x in ("gate", "up")}
+        tensors[f"{block}mlp.down_proj.weight"] = drawn(dim, ffn)
+        norms = ("input_layernorm", "post_attention_layernorm")
+        tensors |= {f"{block}{norm}.weight": ones.clone() for norm in norms}
+        save(f"model-{i:05d}.safetensors", tensors)
+    ends = {f"{x}.weight": drawn(VOCAB, dim) for x in ("model.embed_tokens", "lm_head")}
+    save("model-last.safetensors", ends | {"model.norm.weight": ones})
+    index = {"metadata": {}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def make_records(file: Path, count: int) -> None:
+    """Write prompts and completions: pieces of the standard library's sources."""
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    lines = (s for p in sources for s in p.read_text(errors="ignore").splitlines() if s.strip())
+    pieces = zip(*[lines] * 24, strict=False)
+    with file.open("w") as out:
+        for _, piece in zip(range(count), pieces, strict=False):
+            record = {"prompt": "\n".join(piece[:4]), "completion": "\n".join(piece[4:])}
+            out.write(json.dumps(record) + "\n")
+
+
+def curve(name: str, args: argparse.Namespace) -> list[dict[str, float]]:
+    """Train one run until it has logged enough losses → losses and gradient norms."""
+    work, folder = args.out / "work", args.out / "work" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    overrides = [
+        *("experiment=finetune_13b_1gpu", f"model.path={work}/model"),
+        *(f"data.path={work}/records.jsonl", f"data.cache_dir={work}/cache"),
+        *("data.records.too_long=truncate", f"run.dir={folder}", "train.micro_steps=1"),
+        *("train.eval_tokens=16384", "tracking.wandb=off", *RUNS[name]),
+    ]
+    if args.tiny:
+        shape = {**TINY, "kv_heads": TINY["heads"], "vocab_size": VOCAB}
+        overrides += [f"model.{key}={value}" for key, value in shape.items()]
+        overrides += ["engine.device=cpu", "data.seq_len=64"]
+        place = "engine.place={gradients: 1, moments: 1}"
+        overrides = [place if word.startswith("engine.place={") else word for word in overrides]
+    log, metrics = (args.out / f"{name}.log").open("w"), folder / "metrics.jsonl"
+    words = [sys.executable, "-m", "zpp_lab.cli", "train", *overrides]
+    run = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+    rows: list[dict[str, float]] = []
+    while run.poll() is None and len(rows) < args.steps and time.time() < args.until:
+        time.sleep(1)
+        text = metrics.read_text() if metrics.exists() else ""
+        whole = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+        rows = [row for row in whole if "loss" in row]
+    if run.poll() is None:
+        os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    kept = ("step", "loss", "grad_norm", "seconds")
+    return [{key: row[key] for key in kept if key in row} for row in rows[: args.steps]]
+
+
+def compared(curves: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """How far each curve is from `one`: steps compared, equal ones, largest gap in nats."""
+    found = {}
+    for name, rows in curves.items():
+        pairs = list(zip(rows, curves["one"], strict=False))
+        same = sum(a["loss"] == b["loss"] and a["grad_norm"] == b["grad_norm"] for a, b in pairs)
+        gap = max((abs(a["loss"] - b["loss"]) for a, b in pairs), default=None)
+        found[name] = {"steps": len(pairs), "equal": same, "largest_gap": gap}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--until", type=float, default=float("inf"), help="ends all runs")
+    parser.add_argument("--runs", default=",".join(RUNS))
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    args.out = args.out.absolute()
+    work = args.out / "work"
+    began = time.time()
+    make_model(work / "model", TINY if args.tiny else SIZES)
+    make_records(work / "records.jsonl", 2_000)
+    print(f"model and records: {time.time() - began:.0f} s", flush=True)
+    curves: dict[str, list[dict[str, float]]] = {"one": []}
+    for name in args.runs.split(","):
+        began = time.time()
+        curves[name] = curve(name, args)
+        found = {"curves": curves, "against_one": compared(curves)}
+        (args.out / "finetune.json").write_text(json.dumps(found, indent=1) + "\n")
+        print(f"{name}: {time.time() - began:.0f} s, {found['against_one'][name]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
