@@ -313,6 +313,10 @@ def shard(
         raise ValueError(
             "the model is sharded already, by zpp_lab.shard or fully_shard: shard a new model, once"
         )
+    train: dict[str, Any] = {"steps": sys.maxsize if steps is None else steps}
+    train |= {"param_dtype": param_dtype or "fp32", "reduce_dtype": reduce_dtype}
+    engine = {"gather": gather, "transport": transport, "timeout_seconds": timeout_seconds}
+    _loaded(engine, train, seed=seed)
     cluster = _cluster(cluster) if isinstance(cluster, str) else cluster
     if cluster is not None and cluster.pp > 1:
         raise ValueError(
@@ -352,8 +356,15 @@ def shard(
                 "place, masters, optimizer_state and clip_by need a mesh of all ranks without "
                 "other dimensions: leave them out, or shard over all of them"
             )
-        dtypes = param_dtype, reduce_dtype
-        settings = _settings(asked, config, picked.cluster, dtypes, seed, steps)
+        where = {"place": dict(place) if isinstance(place, Mapping) else place}
+        train |= {"param_dtype": param_dtype, "masters": masters, "clip_by": clip_by}
+        settings = _loaded(
+            where | {"gpu_gib": gpu_gib, "host_gib": host_gib},
+            train | {"optimizer_state": optimizer_state},
+            seed=seed,
+            recipe=config,
+            cluster=picked.cluster,
+        )
         settings = placed_state(settings, plan)
         if settings.engine.place != "device" or asked[1:4] != ("fp32", "fp32", "norm"):
             placing = Placing.of(settings, plan, model, dist.get_rank() % checked.shards)
@@ -397,25 +408,10 @@ def _recipe(given: RecipeConfig | Mapping[str, Any] | Path | str) -> RecipeConfi
     return load(RecipeConfig, {"name": path.stem, **read_yaml(path)})
 
 
-def _settings(
-    asked: tuple[Any, ...],
-    recipe: RecipeConfig,
-    cluster: ClusterConfig,
-    dtypes: tuple[Dtype, Dtype],
-    seed: int,
-    steps: int | None,
-) -> Config:
-    """Return them as a run has them, which checks them; ValueError names `shard`'s arguments."""
-    place, masters, optimizer_state, clip_by, gpu_gib, host_gib = asked
-    where = dict(place) if isinstance(place, Mapping) else place
-    engine: dict[str, Any] = {"name": "fsdp", "place": where}
-    engine |= {"gpu_gib": gpu_gib, "host_gib": host_gib}
-    train: dict[str, Any] = {"masters": masters, "clip_by": clip_by}
-    train |= {"optimizer_state": optimizer_state, "steps": sys.maxsize if steps is None else steps}
-    train |= dict(zip(("param_dtype", "reduce_dtype"), dtypes, strict=True))
+def _loaded(engine: Mapping[str, Any], train: Mapping[str, Any], **more: Any) -> Config:
+    """Return settings as a run has them, checked; ValueError names `shard`'s arguments."""
     try:
-        run = {"seed": seed, "recipe": recipe, "cluster": cluster}
-        return load(Config, run | {"engine": engine, "train": train})
+        return load(Config, {**more, "engine": {"name": "fsdp", **engine}, "train": {**train}})
     except ValueError as error:
         raise ValueError(re.sub(r"\b(train|engine)\.", "", str(error))) from None
 
@@ -440,7 +436,7 @@ def _cluster(given: str) -> ClusterConfig:
     nodes, _, gpus = given.partition("x")
     if not (nodes.isdecimal() and gpus.isdecimal()):
         raise ValueError(f'cluster={given!r}: write nodes x GPUs of a node, such as "2x4"')
-    return ClusterConfig(int(nodes), int(gpus))
+    return load(ClusterConfig, {"nodes": int(nodes), "gpus_per_node": int(gpus)})
 
 
 def _phases(config: RecipeConfig, steps: int | None) -> list[tuple[int, RecipeConfig]]:

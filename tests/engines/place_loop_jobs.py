@@ -458,6 +458,9 @@ def refusals() -> dict[str, str]:
     found["weights"] = refused(lambda: fresh(place={"weights": 1}))
     found["budget"] = refused(lambda: fresh(gpu_gib=1.0))
     found["misspelled"] = refused(lambda: fresh(place="hots"))
+    others = {"gather": "flatt", "steps": 0, "reduce_dtype": "fp64", "seed": 1.5}
+    for name, value in (others | {"timeout_seconds": float("nan"), "cluster": "0x1"}).items():
+        found[name] = refused(lambda n=name, v=value: fresh(**{n: v}))  # type: ignore[misc]
     found["no place"] = refused(lambda: fresh(place=None))
     found["no plane"] = refused(lambda: fresh(place={"moment": 1}))
     found["rate"] = refused(lambda: fresh()[1].adamw(lr=-1.0))
