@@ -477,6 +477,10 @@ def refusals() -> dict[str, str]:
     found["thawed"] = refused(lambda: own.clip_grad_norm_(1.0))
     bare = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
     found["no state"] = refused(lambda: optimizer.load_state_dict(bare))
+    model = build_uneven().bfloat16().requires_grad_(False)
+    own = shard(model, "zero3", optimizer_state="8bit")
+    model.head.requires_grad_(True)
+    found["bf16 masters"] = refused(own.adamw)
     states = fresh(optimizer_state="bf16")[1].adamw().state_dict()
     optimizer = fresh(optimizer_state="bf16", masters="fp32", place="device")[1].adamw()
     found["more state"] = refused(lambda: optimizer.load_state_dict(states))

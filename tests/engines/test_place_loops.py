@@ -127,6 +127,7 @@ def test_what_does_not_go_together_is_named() -> None:
         "misspelled key": "weight_deacy",
         "thawed": r"head.*sharded\.adamw",
         "no state": "optimizer_state",
+        "bf16 masters": "head.*masters='split'",
         "more state": "low.*masters",
         "weights": "place.*weights",
         "torch's clipping": "clip_grad_norm_",

@@ -67,6 +67,12 @@ class PlacedAdamW(Optimizer):
                 "give it weights before"
             )
         self.names = {names[p]: p for p in every if p.requires_grad}
+        small = [(n, p.dtype) for n, p in self.names.items() if p.dtype != torch.float32]
+        if small and not placing.masters.cut:
+            raise ValueError(
+                f"{small[0][0]} is {small[0][1]}, and masters=fp32: convert the model by "
+                "model.float(), or set masters='split'"
+            )
         low = {p: placing.masters.low[n] for n, p in self.names.items() if placing.masters.cut}
         there: Any = {
             plane: {self.names[n] for n in far & self.names.keys()}

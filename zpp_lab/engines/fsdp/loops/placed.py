@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from zpp_lab.codecs.planes import row_marks
+from zpp_lab.collectives.plan import Plan
 from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.fsdp.resident import ByUnit, Masters, Resident, Update
@@ -99,7 +100,7 @@ class Placing:
     marks: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: Config, plan: Any, model: nn.Module, part: int) -> Placing:
+    def of(cls, config: Config, plan: Plan, model: nn.Module, part: int) -> Placing:
         """`part`: which of the shards is this rank's. Cuts the model's parameters into planes with
         train.masters=split."""
         residence, cut = Residence.of(config), config.train.masters == "split"
@@ -109,14 +110,7 @@ class Placing:
                 "GPU, where it may read them: leave weights out"
             )
         far = far_names(plan, residence)
-        every = dict(model.named_parameters())
-        skip = {n for n, p in every.items() if not p.is_floating_point()}
-        small = [n for n, p in every.items() if p.requires_grad and p.dtype != torch.float32]
-        if small and not cut:
-            raise ValueError(
-                f"{small[0]} is {every[small[0]].dtype}, and masters=fp32: convert the model by "
-                "model.float(), or set masters='split'"
-            )
+        skip = {n for n, p in model.named_parameters() if not p.is_floating_point()}
         shards = plan.recipe.shards
         masters = Masters(model, skip, cut, shards, part, far["masters"])
         return cls(config, residence, far, masters)

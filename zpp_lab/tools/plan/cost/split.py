@@ -95,7 +95,7 @@ class Crossing:
 
     @classmethod
     def of(cls, plan: PipePlan, cluster: ClusterConfig, transfers: Transfers) -> Crossing:
-        """All ranks of a node send at the same time."""
+        """Predict a crossing, where all ranks of a node send at the same time."""
         layout, gbps = plan.layout, transfers.link_gbps
         if plan.across and gbps is not None:
             nbytes = layout.nbytes * cluster.gpus_per_node

@@ -134,6 +134,7 @@ class StepTime:
 
     @property
     def shards_s(self) -> float:
-        """Seconds that gathers and reductions add, their kernels included."""
+        """Seconds that gathers and reductions add, their kernels included, and what passes the
+        bus."""
         own = max(self.compute_s + self.optimizer_s + self.parts_s, self.host_s)
         return max(0.0, self.step_s - own - self.stages_s)

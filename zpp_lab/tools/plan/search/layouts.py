@@ -31,8 +31,8 @@ from zpp_lab.train.memory.outlook import Outlook
 PER_NODE = 8  # GPUs, where the settings name no cluster
 WIDTH = 112
 COSTS = (
-    "What each dimension costs, in ms of a step at {link} Gbit/s: dp what gathers and reductions "
-    "add, tp exchanges of activations, pp the bubble and crossings."
+    "What each dimension costs, in ms of a step at {link} Gbit/s: dp what gathers, reductions and "
+    "state in host memory add, tp exchanges of activations, pp the bubble and crossings."
 )
 BUBBLE = (
     "Of the first layout's passes {share:.0%} is the bubble, (pp - 1) / (micro-steps + pp - 1)."
