@@ -275,12 +275,21 @@ def measure(maker: str, overrides: Sequence[str], steps: int, gpu_gib: float) ->
         found["gpu_allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
         found["gpu_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
         found["allocator_retries"] = allocator_retries(on_gpu) - retries
+        found["reserved_gib_by_stream"] = reserved_by_stream()
     return found
 
 
 def allocator_retries(on_gpu: bool) -> int:
     """How often the allocator has given memory back to get some, and waited for the device."""
     return int(torch.cuda.memory_stats()["num_alloc_retries"]) if on_gpu else 0
+
+
+def reserved_by_stream() -> list[float]:
+    """GiB that the allocator keeps for each stream, which others cannot take; largest first."""
+    kept: dict[int, int] = {}
+    for segment in torch.cuda.memory_snapshot():
+        kept[segment["stream"]] = kept.get(segment["stream"], 0) + segment["total_size"]
+    return sorted((size / GIB for size in kept.values()), reverse=True)
 
 
 def parameters(config: Config) -> int:
