@@ -105,6 +105,8 @@ def test_memories_that_settings_name_are_kept() -> None:
         (["--gpus", "8", "cluster.tp=many"], r"cluster\.tp=many"),
         (["--gpus", "8", "cluster.tp=8", "model.heads=4", "model.kv_heads=4"], r"model\.heads=4"),
         (["--gpus", "8", "--fastest"], "--fastest"),
+        (["--gpus", "8", "engine=deepspeed"], "engine=deepspeed"),
+        (["--fastest", "--machine", "h200", "engine=deepspeed", "recipe=zero3"], "deepspeed"),
         (["--gpus", "8", "--link-gbps", "12"], "--machine"),
     ],
 )

@@ -77,6 +77,8 @@ class _Line:
 
 
 def _problem(config: Config, wanted: Wanted) -> Problem:
+    if config.engine.name == "deepspeed":
+        raise ValueError("engine=deepspeed: --fastest plans engine=fsdp: leave it out")
     base = replace(config, engine=replace(config.engine, name="fsdp"))
     device, assumed = device_memory(wanted.gpu_gib or base.engine.gpu_gib)
     if wanted.machine is None:

@@ -145,6 +145,8 @@ def _largest_pass(
 def _clusters(overrides: Sequence[str], gpus: int) -> tuple[Config, list[ClusterConfig]]:
     """Return the settings with whole models, and every cluster: the user's tp and pp, or all."""
     named = {setting_of(word): word.partition("=")[2] for word in overrides}
+    if "deepspeed" in (named.get("engine"), named.get("engine.name")):
+        raise ValueError("engine=deepspeed: --gpus plans engine=fsdp: leave it out")
     whole = [w for w in overrides if not (_of_acts(w, ClusterConfig(1, 1)) or _replaced(w))]
     base = compose([*whole, "cluster.tp=1", "cluster.pp=1", "engine=fsdp"])
     given = any(name.split(".")[0] == "cluster" for name in named if not _replaced(name))
