@@ -255,6 +255,30 @@ def two_forwards(name: str) -> list[Any]:
     return [micro, sharded.state_dict()["step"]]
 
 
+def raised(name: str) -> list[Any]:
+    """An exception ends a backward: what the optimizer and the next forward say, and the losses
+    where the loop gives the step up, and of an undisturbed loop."""
+    model, _, optimizer = new(name)
+    losses = train(model, optimizer, range(1))
+
+    def fail(gradient: Tensor) -> None:
+        raise KeyError
+
+    def hook(module: nn.Module, given: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    handle = model.layers[0].register_forward_hook(hook)
+    said = refused(lambda: model(data(70)).backward(), KeyError)
+    handle.remove()
+    optimizer.zero_grad()
+    said += refused(optimizer.step, ValueError) + refused(lambda: model(data(1)), ValueError)
+    if not hasattr(model, "reset_iter_state"):  # before torch 2.13
+        return [said, [], []]
+    model.reset_iter_state()
+    losses += train(model, optimizer, range(1, STEPS))
+    return [said, losses, train(*new(name)[::2])]
+
+
 def inference(name: str) -> list[Any]:
     """An evaluation in inference_mode before the first step, and between steps."""
 

@@ -99,8 +99,8 @@ def _exists(place: str, name: str) -> bool:
     if place == "operators":
         return any(hasattr(torch.ops.fsdp, n) for n in name.split("|"))
     internals = torch.distributed.fsdp._fully_shard
-    if place == "FSDPState":
-        made = internals._fsdp_state.FSDPState
+    if place in ("FSDPState", "FSDPStateContext"):
+        made = getattr(internals._fsdp_state, place)
         known = (*dir(made), *made.__init__.__code__.co_names)
         return any(n in known for n in name.split("|")) and hasattr(fully_shard, "state")
     if place == "FSDPParamGroup":

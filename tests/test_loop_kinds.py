@@ -42,6 +42,7 @@ from tests.loop_jobs import (
     integers,
     optimizers,
     own_among_micro_steps,
+    raised,
     resumed,
     swapped,
     two_forwards,
@@ -61,6 +62,7 @@ JOBS: dict[Callable[..., Any], tuple[str, ...]] = {
     own_among_micro_steps: MICRO,
     forwards: CALLED,
     two_forwards: ("zeropp",),
+    raised: ("zeropp", "loco"),
     inference: APART,
     experts: APART,
     frozen_parts: FROZEN,
@@ -196,6 +198,16 @@ def test_the_clock_does_not_hang_on_the_roots_forward(name: str, answers: Answer
 
 def test_two_forwards_before_a_backward_are_one_micro_step(answers: Answers) -> None:
     assert answers["two_forwards zeropp"] == [0, 2]
+
+
+@pytest.mark.parametrize("name", JOBS[raised])
+def test_a_backward_that_an_exception_ended_is_given_up(name: str, answers: Answers) -> None:
+    said, losses, undisturbed = answers[f"raised {name}"]
+    kinds = [kind for kind, _ in said]
+    assert kinds == [
+        k for k in ("KeyError", "ValueError", "ValueError") for _ in range(len(kinds) // 3)
+    ]
+    assert losses == undisturbed
 
 
 @pytest.mark.parametrize("name", APART)

@@ -62,6 +62,7 @@ LEANS_ON = {
         *("_fsdp_param_groups|_fsdp_param_group", "_pre_forward", "_post_forward", "_lazy_init"),
         *("_state_ctx", "_comm_ctx"),  # for idle.py
     ),
+    "FSDPStateContext": ("post_backward_final_callback_queued",),
     "FSDPParamGroup": (
         *("fsdp_params", "_init_mp_dtypes"),
         # for resident.py
@@ -77,6 +78,7 @@ LEANS_ON = {
         "to_sharded_dtensor",
         *("_setattr_on_modules", "_sharding_spec"),
         *("to_sharded", "unsharded_param"),  # for idle.py
+        "unsharded_accumulated_grad",  # for loops
     ),
     "operators": (
         "all_gather_copy_in",
@@ -89,6 +91,17 @@ LEANS_ON = {
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def check_ended(module: nn.Module) -> None:
+    """ValueError where an exception ended the last backward: FSDP2 would not end the next one."""
+    state = fully_shard.state(module)  # type: ignore[attr-defined]
+    if state._state_ctx.post_backward_final_callback_queued:
+        raise ValueError(
+            "an exception ended the last backward, and gradients are incomplete: call "
+            "model.reset_iter_state() of torch 2.13, which drops them, on every rank and begin the "
+            "step again, or resume from a checkpoint"
+        )
 
 
 class PackedGather(AllGather):

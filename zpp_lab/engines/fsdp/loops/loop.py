@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
@@ -43,7 +44,13 @@ from zpp_lab.collectives.reduce import Names
 from zpp_lab.collectives.transport import Transport, all_gather
 from zpp_lab.engines.frozen import Marks, differing, mark, mark_all
 from zpp_lab.engines.fsdp.base import added, own_rows
-from zpp_lab.engines.fsdp.comm import in_backward, managed, parameter_order, retrain
+from zpp_lab.engines.fsdp.comm import (
+    check_ended,
+    in_backward,
+    managed,
+    parameter_order,
+    retrain,
+)
 from zpp_lab.engines.fsdp.gradients import on_forward
 from zpp_lab.engines.fsdp.graph import StepGraph
 from zpp_lab.engines.fsdp.kept import Kept, on_ranks
@@ -109,6 +116,8 @@ class Loop:
             unit.inside[0].arrive = self._outside
         for reduce in wrapped.reduces:
             reduce.present.tell = self._reduces
+        if hasattr(model, "reset_iter_state"):
+            model.reset_iter_state = self.give_up  # type: ignore[assignment]
         # the model holds us, torch's list of hooks does not
         handle = register_optimizer_step_post_hook(partial(_tell, weakref.ref(self)))
         weakref.finalize(self, handle.remove)
@@ -161,6 +170,8 @@ class Loop:
                 "after backward, but an optimizer stepped during it: step once all gradients are "
                 "complete"
             )
+        if not in_backward():  # where an optimizer may step without these
+            check_ended(self.model)
         if self.norm_at_end is None:
             if self.placing is not None:
                 raise ValueError(OTHER)
@@ -184,6 +195,7 @@ class Loop:
         if self.outer is None or module in (self.outer, self.model):
             if self.graph is not None and not self.inside:
                 self.graph.interrupt()
+            check_ended(module)
             self.outer, self.arrived = module, False
             self.wrapped.clock.grad = torch.is_grad_enabled()
             self.arrive(self.wrapped.clock.grad)
@@ -207,6 +219,32 @@ class Loop:
         if self.outer is None and not self.wrapped.clock.rolling:
             self.arrive(False)
             self.wrapped.clock.grad = True
+
+    def give_up(self) -> None:
+        """Give up a step that an exception has ended: FSDP2's `reset_iter_state`, which keeps
+        gradients of gathered weights, and then the loop's part. ValueError where units are updated
+        within backward."""
+        if self.placing is not None and self.placing.residence.by_unit:
+            raise ValueError(
+                "clip_by='unit' has updated units before the exception: resume from a checkpoint"
+            )
+        wrapped = self.wrapped
+        wrapped.under_way.join()
+        FSDPModule.reset_iter_state(self.model)  # type: ignore[arg-type]
+        for module in self.modules:
+            for p in managed(module):
+                p.sharded_param.grad = p.unsharded_accumulated_grad = None
+                if hasattr(p, "unsharded_param"):  # it has run before
+                    p.unsharded_param.grad = None
+        for reduce in wrapped.reduces:
+            reduce.present.seen.clear()
+            reduce.landing.forget()
+        for unit in wrapped.installed:
+            unit.gather.release()
+        if self.parts is not None:
+            self.parts.running, self.parts.aside = -1, {}
+        self.outer, self.asked, self.norm_at_end = None, -1, None
+        self.begun = self.arrived = False
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
