@@ -70,8 +70,10 @@ def by_labels(model: Any, ids: Tensor) -> Tensor:
 
 
 def by_logits(model: Any, ids: Tensor) -> Tensor:
-    """A loss of the user's own."""
-    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    """A loss of the user's own, of logits that it changes in place."""
+    logits = model(ids).logits
+    logits *= 1.0
+    logits = logits[:, :-1].flatten(0, 1)
     return nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
 
 
@@ -343,6 +345,11 @@ def refusals() -> dict[str, str]:
         with sharded.rollout():
             pass
 
+    def late() -> None:  # after forwards of the same
+        with torch.no_grad():
+            for rank in (sharded.reader, dist.get_rank()):
+                fine.train()(tokens(0, rank))
+
     jobs: dict[str, Callable[[], Any]] = {
         "GPT2LMHeadModel": lambda: shard(gpt2, "zero3", mesh=dp_tp),
         "Linear": lambda: shard(nn.Linear(4, 4), "zero3", tp=2),
@@ -367,6 +374,7 @@ def refusals() -> dict[str, str]:
         "tokens from 250": lambda: fine(torch.full_like(ids, 250)),
         "labels from -1": lambda: fine(ids, labels=torch.full_like(ids, -1)),
         "different tokens": lambda: fine.eval()(tokens(0, dist.get_rank())),
+        "have different tokens": late,
         "tp=0": lambda: shard(family(), "zero3", tp=0),
         "tp=True": lambda: shard(family(), "zero3", tp=True),
         "tp='2'": lambda: shard(family(), "zero3", tp="2"),  # type: ignore[arg-type]

@@ -155,8 +155,8 @@ class LoopParts(OwnPart):
 
     def see(self, kind: str, values: Tensor) -> None:
         """Look at tokens or labels of a forward. ValueError where parts cannot share the tokens,
-        where a number is no class, or where parts have different ones: the last on all of them, in
-        the first forward of training and of evaluation."""
+        where a number is no class, or where parts have different ones: the last on all of them. On
+        a GPU the host waits for that in the first forward of training and of evaluation alone."""
         if kind == "tokens":
             self.tokens = values.numel()
             if self.tokens % self.tp:
@@ -164,9 +164,7 @@ class LoopParts(OwnPart):
                     f"tp={self.tp} does not divide the {self.tokens} tokens of a micro-batch of "
                     f"{tuple(values.shape)}: pad sequences to a multiple"
                 )
-        if (new := (kind, self.model.training)) not in self.compared:
-            self._compare(kind, values.flatten().long())
-            self.compared.add(new)
+        self._compare(kind, values.flatten().long())
         known = (values >= 0) & (values < self.classes)
         known = (known | (values == IGNORED) if kind == "labels" else known).all()
         if values.is_cuda:  # as torch's embedding: the host does not wait
@@ -184,12 +182,17 @@ class LoopParts(OwnPart):
         own = torch.stack((places[-1], flat.sum(), (flat * places).sum()))
         with self.uncounted():
             (every,) = self.raw(kind, [own])
-        if bool((every != every[0]).any()):
-            raise ValueError(
-                f"tp={self.tp}: ranks of one tensor-parallel group have different {kind}: give "
-                "them the same batch, number Sharded.reader of Sharded.readers (the data loaders "
-                "of Trainer and accelerate cannot)"
-            )
+        same, new = (every == every[0]).all(), (kind, self.model.training)
+        why = (
+            f"tp={self.tp}: ranks of one tensor-parallel group have different {kind}: give them "
+            "the same batch, number Sharded.reader of Sharded.readers (the data loaders of Trainer "
+            "and accelerate cannot)"
+        )
+        if flat.is_cuda and new in self.compared:
+            torch._assert_async(same, why)
+        elif not same:
+            raise ValueError(why)
+        self.compared.add(new)
 
     def scatter(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
         if wire == ACTS_BACKWARD and self.running != (now := torch._C._current_graph_task_id()):

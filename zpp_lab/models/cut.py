@@ -445,7 +445,8 @@ class _WholeLogits(torch.autograd.Function):
     ) -> Tensor:
         ctx.first, ctx.width = first, logits[0].shape[1]
         every = exchanges.raw("logits", [x.contiguous() for x in logits])[0]  # [tp, N, vocab / tp]
-        return every.transpose(0, 1).flatten(1).view(*shape, -1)
+        # not a view, which callers could not change in place
+        return torch.cat([part.view(*shape, -1) for part in every], -1)
 
     @staticmethod
     @once_differentiable  # type: ignore[misc]
