@@ -526,6 +526,9 @@ def refusals() -> dict[str, str]:
     model(*rows).backward()
     found["unit clips"] = refused(lambda: own.clip_grad_norm_(1.0))
     found["unit twice"] = refused(lambda: model(*rows))
+    before, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], 0.5
+    found["unit's rate"] = refused(optimizer.step)
+    optimizer.param_groups[0]["lr"] = before
     model.head.weight.grad = torch.zeros_like(model.head.weight)
     found["unit's own gradient"] = refused(optimizer.step)
     model, own = fresh(clip_by="unit")

@@ -144,6 +144,7 @@ def test_what_does_not_go_together_is_named() -> None:
         "twice": r"sharded\.adamw",
         "unit clips": "clip_by='unit'",
         "unit twice": "clip_by='unit'",
+        "unit's rate": r"lr=0\.5.*clip_by='unit'",
         "unit's own gradient": r"clip_by='unit'.*head",
         "unit thawed": r"head.*sharded\.adamw",
     }

@@ -131,7 +131,10 @@ class PlacedAdamW(Optimizer):
         """Keep each group's settings: a schedule may change them before a late update."""
         for group in self.param_groups:
             _check_group(group)
-        self.inner.param_groups = [{**g, "lr": float(g["lr"])} for g in self.param_groups]
+        self.inner.param_groups = self._settings()
+
+    def _settings(self) -> list[dict[str, Any]]:
+        return [{**g, "lr": float(g["lr"])} for g in self.param_groups]
 
     @torch.no_grad()
     def clip(self, limit: float) -> Tensor:
@@ -210,6 +213,14 @@ class PlacedAdamW(Optimizer):
                 f"clip_by='unit' has updated {left[0]} within backward, so a gradient that was set "
                 "since then would be lost: use clip_by='norm'"
             )
+        for found, group in zip(self.inner.param_groups, self._settings(), strict=True):
+            for name in self.defaults if resident.norms else ():
+                if found[name] != group[name]:
+                    raise ValueError(
+                        f"param_groups: {name}={group[name]} was set after the forward, but "
+                        f"clip_by='unit' has updated with {found[name]} within backward: set it "
+                        "before the step's first forward, or use clip_by='norm'"
+                    )
         norms = dict(resident.norms)
         resident.start()
         if not all(bool(torch.isfinite(norm)) for norm in norms.values()):
