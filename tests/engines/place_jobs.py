@@ -62,6 +62,7 @@ def _refuse() -> Tensor:
 def start() -> None:
     torch.use_deterministic_algorithms(True)
     host.vacate = _fill
+    host.STAGE, host.SMALL = 2000, 1  # most parameters pass in pieces
     bring, leave, move_out = Brought.bring, Brought.leave, placing.move_out
     away: dict[Tensor, Tensor] = {}  # what stands in host memory, while it is filled
 

@@ -23,9 +23,10 @@ from zpp_lab.api import Sharded, shard
 from zpp_lab.codecs.planes import joined
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.fsdp.loops.placed import LoopResident
+from zpp_lab.engines.optim import host
 from zpp_lab.engines.optim.build import _groups
 from zpp_lab.engines.optim.shards import local
-from zpp_lab.train.memory import outlook
+from zpp_lab.train.memory import shards
 from zpp_lab.train.memory.outlook import GIB, state_held
 
 STEPS = 3
@@ -169,7 +170,7 @@ def by_budget(world: int) -> list[Any]:
     """place=auto: what differs with room for all but some; the placement that it took; and what is
     said where there is no room."""
     start()
-    outlook.STAGE = 0  # larger than this whole model
+    shards.STAGE, host.STAGE = 1, 2**28  # as if the model were large, and nothing is cut
     config = placed("split", world, 1, ordered=True)
     auto = replace(config, engine=replace(config.engine, place="auto"))
     whole = state_held(config, real(config).plan)[0] / GIB

@@ -36,6 +36,7 @@ from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.fsdp.engine import FsdpEngine
 from zpp_lab.engines.fsdp.resident import Brought, Resident
+from zpp_lab.engines.optim import host
 from zpp_lab.engines.optim.adamw import CompactAdamW
 from zpp_lab.engines.optim.host import STREAMS, Streams
 from zpp_lab.models import build_model
@@ -219,6 +220,8 @@ def main() -> None:
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     world = dist.get_world_size()
     hold_up()
+    whole = host.STAGE, host.SMALL
+    host.STAGE, host.SMALL = 2**20, 2**10  # matrices pass in pieces
 
     def keep(name: str, found: Any) -> None:
         torch.cuda.synchronize()
@@ -239,6 +242,7 @@ def main() -> None:
             for place in places(case, LOOP, world):
                 found = loop(case, shape, place, wanted, device)
                 keep(name(f"loop, {case}", shape, place), found)
+    host.STAGE, host.SMALL = whole  # a block's planes are in one stream
     if world < 4:
         forgets = partial(loop, LOOPS[-1], shape, "host", wanted, device)
         keep("loop without a wait", without_a_wait(forgets))

@@ -390,6 +390,16 @@ def test_moments_in_host_memory_pass_some_at_a_time() -> None:
     assert there.tensors < there.peak
 
 
+def test_large_parameters_pass_in_pieces() -> None:
+    """But those whose weights a gather reads whole: a quarter of the embedding, with moments."""
+    cut, whole = (
+        big("13b", 2, train={"masters": "split"}, engine={"place": place}).item("state in transfer")
+        for place in ("host", {"moments": 41, "weights": 41})
+    )
+    assert cut.most == 2 * 2**28
+    assert whole.most == 2 * (4 + 4 + 2) * 32000 // 4 * 5120
+
+
 def test_what_is_placed_in_host_memory_leaves_the_gpu() -> None:
     train = {"optimizer_state": "8bit", "masters": "split"}
     here, there, some = (

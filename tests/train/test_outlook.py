@@ -21,7 +21,7 @@ from zpp_lab.config.schema import Config
 from zpp_lab.runs.metrics import read, unmeasured
 from zpp_lab.tools.plan.dry_run import summary_line
 from zpp_lab.train.launch.launcher import train
-from zpp_lab.train.memory import estimate
+from zpp_lab.train.memory import shards
 from zpp_lab.train.memory.advice import advise, settled
 from zpp_lab.train.memory.buffers import GIB
 from zpp_lab.train.memory.forecast import host_bytes, memory_need
@@ -216,7 +216,7 @@ def test_a_start_that_finds_a_checkpoint_keeps_the_placement(tmp_path: Path) -> 
 def test_a_run_trains_and_resumes_with_what_was_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(estimate, "STAGE", 1)  # else all of so small a model passes at a time
+    monkeypatch.setattr(shards, "STAGE", 1)  # else all of so small a model passes at a time
 
     def run(name: str, *words: str) -> Config:
         (tmp_path / name).mkdir(exist_ok=True)

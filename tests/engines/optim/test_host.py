@@ -46,6 +46,23 @@ def test_bits_do_not_depend_on_where_moments_lie(
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "rows", "count"),
+    [(540_000_000, 11008, 3), (2**28, 7, 1), (2**28 + 7, 7, 2), (2**30, 3, 3), (2**29, 1, 1)],
+)
+def test_what_is_more_than_a_stage_is_cut_evenly(nbytes: int, rows: int, count: int) -> None:
+    found = host.pieces("large", nbytes, rows)
+    assert len(found) == count
+    if count == 1:
+        assert (found[0].rows, found[0].nbytes) == (None, nbytes)
+        return
+    assert [i for piece in found for i in piece.rows or ()] == [*range(rows)]
+    row = -(-nbytes // rows)
+    assert max(piece.nbytes for piece in found) <= max(host.STAGE, row)
+    passing = [*host.stages(["small", "large"], lambda n: nbytes * (n == "large"), lambda n: rows)]
+    assert [len(some) for some in passing] == [2, *[1] * (count - 1)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_updates_one_by_one_find_their_corrections_at_once(
     kind: StateKind, monkeypatch: pytest.MonkeyPatch
@@ -75,7 +92,7 @@ def test_updates_one_by_one_find_their_corrections_at_once(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gpu_has_the_same_bits(kind: StateKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "STAGE", 2**20)
+    monkeypatch.setattr(host, "STAGE", 2**20)  # a weight passes in two pieces
     weights = [torch.randn(512, 1024, device="cuda") for _ in range(9)]
     ends = []
     for place in ("device", "host"):

@@ -14,7 +14,7 @@ from zpp_lab.tools.plan.cost import machine as figures
 from zpp_lab.tools.plan.cost.show import graph_line
 from zpp_lab.tools.plan.cost.split import makespan
 from zpp_lab.tools.plan.cost.step import LAUNCH, predict, replays
-from zpp_lab.train.memory.estimate import optimizer_bytes
+from zpp_lab.train.memory.shards import optimizer_bytes
 from zpp_lab.train.speed import block_work
 
 EAGER = "engine.graph=false"

@@ -290,7 +290,9 @@ class Brought:
         near = self.there.setdefault(unit, {})
         missing = [name for name in own if name not in near]
         if missing:
-            with self.streams.next([self.parameters[name] for name in missing]):
+            items = [self.parameters[name] for name in missing]
+            self.streams.follow(items)
+            with self.streams.next(items):
                 for name in missing:
                     near[name] = self.high[name].to(self.device, non_blocking=True, copy=True)
                 came = self.streams.mark()

@@ -24,6 +24,7 @@ from zpp_lab.codecs.planes import joined, row_marks, split
 from zpp_lab.config.residence import PLANES, Plane
 from zpp_lab.engines.optim import host
 from zpp_lab.engines.optim import update as kernel
+from zpp_lab.engines.optim.host import Piece
 from zpp_lab.engines.optim.shards import gradients, local, sharded_as
 from zpp_lab.engines.optim.states import (
     DTYPES,
@@ -90,7 +91,7 @@ class CompactAdamW(torch.optim.Optimizer):
         # row_marks of high planes that others may write, after their last update
         self.marked: dict[Tensor, Tensor] = {}
         self.grads: Mapping[Tensor, Tensor] = {}  # of the parameters under way
-        self.near: dict[Tensor, dict[str, Tensor]] = {}  # what came from host memory for them
+        self.near: dict[Piece[Tensor], dict[str, Tensor]] = {}  # what came from host memory
         # of `high` what an update left on the device, for gathers
         self.fresh: dict[Tensor, Tensor] = {}
         self.number = 0  # of the step that `begin` began, as are these three
@@ -189,86 +190,93 @@ class CompactAdamW(torch.optim.Optimizer):
         ends: list[Any] = []
         if passing:
             assert self.streams is not None
-            for part in host.stages(every, self._nbytes):
-                some = set(part)
-                with self.streams.next(part), self._passing(part, whole):
-                    for group, parameters in zip(self.param_groups, trained, strict=True):
-                        self._change(group, [p for p in parameters if p in some])
+            self.streams.follow(every)
+            groups = [(group, {*ps}) for group, ps in zip(self.param_groups, trained, strict=True)]
+            for part in host.stages(every, self._nbytes, self._cuts):
+                with self.streams.next([c.item for c in part]), self._passing(part, whole):
+                    for group, own in groups:
+                        self._change(group, [c for c in part if c.item in own])
                     ends += self.streams.mark()
         else:
             for group, parameters in zip(self.param_groups, trained, strict=True):
-                self._change(group, parameters)
+                self._change(group, [Piece(p) for p in parameters])
         self.grads = {}
         if passing and self.streams is not None and whole:
             self.streams.join()
         return [] if whole else ends
 
-    def _change(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Update parameters and what `_parts` returns; without noise by the kernel. Low planes of
-        rows that others have written count as 0."""
-        written = self.marked.keys() & parameters
-        for p in written:
-            changed = row_marks(local(p)) != self.marked[p]
-            self._parts(p)["low"].masked_fill_(changed.view(-1, *[1] * (p.ndim - 1)), 0)
+    def _change(self, group: dict[str, Any], pieces: list[Piece[Tensor]]) -> None:
+        """Update pieces and what `_parts` returns; without noise by the kernel. Low planes of rows
+        that others have written count as 0."""
+        known = [piece for piece in pieces if piece.item in self.marked]
+        written = [(c, c.of(local(c.item)), c.of(self.marked[c.item])) for c in known]
+        for piece, own, marks in written:
+            changed = row_marks(own) != marks
+            self._parts(piece)["low"].masked_fill_(changed.view(-1, *[1] * (own.ndim - 1)), 0)
         if self.noise is None:
-            self._by_kernel(group, parameters)
+            self._by_kernel(group, pieces)
         else:
-            blocks = self._row_blocks(group, parameters, self.noise)
+            blocks = self._row_blocks(group, pieces, self.noise)
             for batch in host.together(blocks, lambda block: block.weight.numel(), BATCH):
                 _update(batch, self.ok)
-        for p in written:
-            self.marked[p].copy_(row_marks(local(p)))
+        for _, own, marks in written:
+            marks.copy_(row_marks(own))
 
     @contextmanager
-    def _passing(self, parameters: list[Tensor], whole: bool) -> Iterator[None]:
+    def _passing(self, pieces: list[Piece[Tensor]], whole: bool) -> Iterator[None]:
         """Move what lies in host memory to the device for the body, and all but gradients back."""
-        far = {p: self._far(p) for p in parameters}
+        far = {piece: self._far(piece) for piece in pieces}
         self.near = {
-            p: {k: v.to(self.device, non_blocking=True, copy=True) for k, v in parts.items()}
-            for p, parts in far.items()
+            piece: {k: v.to(self.device, non_blocking=True, copy=True) for k, v in parts.items()}
+            for piece, parts in far.items()
         }
         yield
-        for p, parts in far.items():
+        for piece, parts in far.items():
             for key, value in parts.items():
-                near = self.near[p][key]
+                near = self.near[piece][key]
                 if key != "grad":
                     value.copy_(near, non_blocking=True)
                 if key == "weight" and not whole:
-                    self.fresh[p] = near
+                    self.fresh[piece.item] = near
                 else:
                     host.vacate(near)
         self.near = {}
 
-    def _parts(self, p: Tensor) -> dict[str, Tensor]:
+    def _parts(self, piece: Piece[Tensor]) -> dict[str, Tensor]:
         """Return moments and scales of its rows, `grad`, `low` and `weight` (perhaps padded),
         where the update finds them."""
+        p = piece.item
         found = {k: local(v) for k, v in self.state[p].items() if k != "step"}
         found["grad"] = self.grads[p]
         found["weight"] = self.high[p] if p in self.high else local(p).detach()
         if self.low:
             found["low"] = local(self.low[p])
-        return found | self.near.get(p, {})
+        return {k: piece.of(v) for k, v in found.items()} | self.near.get(piece, {})
 
     def _rows(self, p: Tensor, weight: Tensor) -> Tensor:
         """Return a weight of `_parts` without padding."""
         return weight[: len(local(p))] if p in self.high else weight
 
-    def _far(self, p: Tensor) -> dict[str, Tensor]:
+    def _far(self, piece: Piece[Tensor]) -> dict[str, Tensor]:
         """Return what lies in host memory of these."""
         planes: dict[str, Plane] = {"grad": "gradients", "low": "masters", "weight": "weights"}
-        parts = self._parts(p).items()
-        return {key: v for key, v in parts if p in self.far[planes.get(key, "moments")]}
+        parts = self._parts(piece).items()
+        return {key: v for key, v in parts if piece.item in self.far[planes.get(key, "moments")]}
 
     def _nbytes(self, p: Tensor) -> int:
-        return sum(v.nbytes for v in self._far(p).values())
+        return sum(v.nbytes for v in self._far(Piece(p)).values())
 
-    def _by_kernel(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Launch the kernel once for the parameters with one kind of moments."""
-        same: dict[StateKind, list[Tensor]] = defaultdict(list)
-        for p in parameters:
-            same[self.kinds[p]].append(p)
-        for some in same.values():
-            parts = [self._parts(p) for p in some]
+    def _cuts(self, p: Tensor) -> int:
+        """Return into how many pieces it may be cut: a gather reads weights of `high` whole."""
+        return 1 if p in self.high or not p.ndim else len(local(p))
+
+    def _by_kernel(self, group: dict[str, Any], pieces: list[Piece[Tensor]]) -> None:
+        """Launch the kernel once for the pieces with one kind of moments."""
+        same: dict[StateKind, list[Piece[Tensor]]] = defaultdict(list)
+        for piece in pieces:
+            same[self.kinds[piece.item]].append(piece)
+        for alike in same.values():
+            parts, some = [self._parts(piece) for piece in alike], [piece.item for piece in alike]
             lists = {k: [each[k] for each in parts] for k in parts[0]}
             kernel.launch(
                 [self._rows(p, w) for p, w in zip(some, lists.pop("weight"), strict=True)],
@@ -298,14 +306,15 @@ class CompactAdamW(torch.optim.Optimizer):
         return (group["lr"] / (1 - beta1**steps)).float(), (1 - beta2**steps).sqrt().float()
 
     def _row_blocks(
-        self, group: dict[str, Any], parameters: list[Tensor], noise: Tensor
+        self, group: dict[str, Any], pieces: list[Piece[Tensor]], noise: Tensor
     ) -> Iterator[RowBlock]:
-        if not parameters:
+        if not pieces:
             return
-        rates, roots = (t.unbind() for t in self._corrections(group, parameters))
-        for p, rate, root in zip(parameters, rates, roots, strict=True):
+        rates, roots = (t.unbind() for t in self._corrections(group, [c.item for c in pieces]))
+        for piece, rate, root in zip(pieces, rates, roots, strict=True):
+            p = piece.item
             kind, n = self.kinds[p], prod(p.shape[1:])
-            state = self._parts(p)
+            state = self._parts(piece)
             grad, below = state.pop("grad"), state.pop("low", None)
             weight = self._rows(p, state.pop("weight"))
             wide = 1 if kind == "fp32" else n  # in fp32 rows mean nothing

@@ -5,11 +5,12 @@ with one thread: 38 GiB a rank took most of 45 s. Here pages come from the syste
 touch them, and the driver registers them in pieces, in a third of the time.
 
 A step uses each moment once, so moments need not lie on the GPU, nor low planes of masters or
-gradients. They come in some parameters at a time, are updated by the same code and to the same bits
-as on the GPU, and all but gradients go out again. Two streams take turns (`Streams`), so that one's
-come while the other's go: the bus carries both ways at once. Updated weights are there before
-moments have gone out. High planes that lie here come in the same streams before each gather, and
-after an update stay for the gather that waits for it.
+gradients. They come in some parameters at a time, or some rows of a large one, are updated by the
+same code and to the same bits as on the GPU, and all but gradients go out again. Two streams take
+turns (`Streams`), so that one's come while the other's go: the bus carries both ways at once.
+Updated weights are there before moments have gone out. High planes that lie here come in the same
+streams before each gather, and after an update stay for the gather that waits for it, whole: their
+parameters are not cut.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from zpp_lab.engines.optim.states import StateKind, moment_bytes
 PIECE = 2**34  # bytes that the driver registers at a time
 TOUCHED = 2**26  # bytes of a thread's turn
 THREADS = 12
-STAGE = 2**28  # bytes from host memory that a stream has on the GPU; one parameter's may be more
+STAGE = 2**28  # bytes from host memory that a stream has on the GPU; one row's may be more
 STREAMS = 2
 SMALL = 2**20  # bytes of parameters that travel with a larger one
 BEHIND = 1  # units whose weights stay while those of the next come: else these would wait for them
@@ -97,14 +99,42 @@ def pinned_state_bytes(shape: Sequence[int], kind: StateKind) -> int:
     return 2 * sum(map(pinned_bytes, moment_bytes(shape, kind)))
 
 
-def stages(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield what passes together, of items that come with so many bytes. Small ones go first, with
-    a larger one: in a stage of their own, whose stream the next one would have, nothing would come
-    until the large one before them has left."""
-    sizes = [(item, size if (size := nbytes(item)) >= SMALL else 0) for item in items]
-    sizes.sort(key=lambda each: each[1] > 0)
-    for some in together(sizes, lambda each: each[1], STAGE):
-        yield [item for item, _ in some]
+@dataclass(frozen=True, eq=False)
+class Piece(Generic[T]):
+    """Rows of a parameter that pass together; None: all. `nbytes`: what they come with."""
+
+    item: T
+    rows: range | None = None
+    nbytes: int = 0
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return these rows of a tensor that has all."""
+        return tensor if self.rows is None else tensor[self.rows.start : self.rows.stop]
+
+
+def pieces(item: T, nbytes: int, rows: int) -> list[Piece[T]]:
+    """Cut what comes with so many bytes into equal parts that a stage has room for."""
+    most = max(1, STAGE * rows // max(1, nbytes))
+    if nbytes < SMALL or rows <= most:
+        return [Piece(item, None, nbytes)]
+    each = -(-rows // -(-rows // most))
+    parts = [range(first, min(first + each, rows)) for first in range(0, rows, each)]
+    return [Piece(item, part, nbytes * len(part) // rows) for part in parts]
+
+
+def stages(
+    items: Iterable[T], nbytes: Callable[[T], int], rows: Callable[[T], int]
+) -> Iterator[list[Piece[T]]]:
+    """Yield what passes together, of items that come with so many bytes and may be cut into so many
+    rows. Small ones go first, with a larger one: in a stage of their own, whose stream the next one
+    would have, nothing would come until the large one before them has left. Large ones are cut: no
+    stage is larger than `STAGE`, and a piece is updated while the next one comes."""
+    every = [piece for item in items for piece in pieces(item, nbytes(item), rows(item))]
+
+    def size(piece: Piece[T]) -> int:
+        return piece.nbytes if piece.rows is not None or piece.nbytes >= SMALL else 0
+
+    return together(sorted(every, key=lambda piece: size(piece) > 0), size, STAGE)
 
 
 def together(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
@@ -129,34 +159,35 @@ class Streams:
         cuda = device.type == "cuda"
         self.streams = [torch.cuda.Stream(device) for _ in range(STREAMS)] if cuda else []
         self.turns = 0
-        self.ended: dict[Tensor, Any] = {}  # the event after an item's last body
+        # by stream, the event after an item's last body there
+        self.ended: list[dict[Tensor, Any]] = [{} for _ in self.streams]
         # what other streams read, with the event after they have
         self.read: deque[tuple[Any, Sequence[Tensor]]] = deque()
 
     @contextmanager
     def next(self, items: Sequence[Tensor]) -> Iterator[None]:
-        """Run the body's work after what the current stream has so far, and after the last body of
-        each of these items, which another stream may have."""
+        """Run the body's work, on rows of these items, after what the current stream has so far.
+        Before an item's first rows: `follow`."""
         if not self.streams:
             yield
             return
-        stream = self.streams[self.turns % STREAMS]
+        which = self.turns % STREAMS
+        stream = self.streams[which]
         self.turns += 1
         while len(self.read) > BEHIND:
             done, _ = self.read.popleft()  # and their memory goes back to the streams
             for each in self.streams:
                 each.wait_event(done)
         stream.wait_stream(torch.cuda.current_stream())
-        self.follow(stream, items)
         with torch.cuda.stream(stream):
             yield
-        self.ended |= dict.fromkeys(items, stream.record_event())
+        self.ended[which] |= dict.fromkeys(items, stream.record_event())
 
-    def follow(self, stream: Any, items: Sequence[Tensor]) -> None:
-        """Let a stream wait for the last body of each of these items."""
-        for item in items:
-            if item in self.ended:
-                stream.wait_event(self.ended[item])
+    def follow(self, items: Sequence[Tensor]) -> None:
+        """Let all of them wait for all bodies that these items have had."""
+        for event in {ended[item] for ended in self.ended for item in items if item in ended}:
+            for stream in self.streams:
+                stream.wait_event(event)
 
     def let_go(self, tensors: Sequence[Tensor]) -> None:
         """The current stream has read what bodies made, and waits for all others that have."""

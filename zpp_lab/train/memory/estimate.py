@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container
 from dataclasses import replace
 from typing import Literal
 
@@ -20,10 +20,10 @@ from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.codecs.layout import Parameter
 from zpp_lab.collectives.plan import Plan, Unit, UnitPlan
 from zpp_lab.config.residence import Residence
-from zpp_lab.config.schema import Config, Plane
+from zpp_lab.config.schema import Config
 from zpp_lab.engines.norm import square_bytes
-from zpp_lab.engines.optim import BATCH, SCRATCH, SPLITTING, StateKind, state_bytes
-from zpp_lab.engines.optim.host import BEHIND, STAGE, STREAMS, pinned_bytes, pinned_state_bytes
+from zpp_lab.engines.optim import BATCH, SCRATCH, SPLITTING, StateKind
+from zpp_lab.engines.optim.host import BEHIND, STREAMS, pinned_state_bytes
 from zpp_lab.engines.units import ROOT, far_names, is_untouched
 from zpp_lab.models.generate import is_captured
 from zpp_lab.models.lora import A as LORA_A
@@ -41,12 +41,20 @@ from zpp_lab.train.memory.buffers import (
     kernels_serve,
     moments,
 )
+from zpp_lab.train.memory.shards import (
+    HALF,
+    HALVES,
+    optimizer_bytes,
+    passing_bytes,
+    pinned_shard_bytes,
+    shard_bytes,
+    shard_shape,
+    stage_bytes,
+)
 from zpp_lab.train.memory.trace import TracedActivations
 
 Acts = Activations | TracedActivations
 
-HALF = 2  # bytes of a plane
-HALVES: tuple[Plane, ...] = "masters", "weights"  # planes of so many
 CONTEXT = GIB  # assumed: a process's CUDA context, kernels, library workspaces
 NCCL = GIB // 2  # assumed: buffers of the process groups of one rank
 SAMPLED = 48  # bytes a logit while a token is drawn: words of Philox, noise and scores in fp64
@@ -148,32 +156,6 @@ def _activations(
     return acts
 
 
-def shard_bytes(parameters: Iterable[Parameter], itemsize: int = FP32) -> int:
-    """Return the bytes of rank 0's shards, padding included."""
-    return itemsize * sum(p.shard_numel for p in parameters)
-
-
-def _pinned(parameters: Iterable[Parameter], itemsize: int) -> int:
-    """Return the pinned bytes of rank 0's shards in host memory."""
-    return sum(pinned_bytes(itemsize * p.shard_numel) for p in parameters)
-
-
-def optimizer_bytes(parameters: Iterable[Parameter], kind: StateKind) -> int:
-    """Return the bytes of both moments of rank 0's shards, scales included."""
-    return sum(state_bytes(_shard(p), kind) for p in parameters)
-
-
-def passing_bytes(
-    p: Parameter, config: Config, far: Mapping[Plane, frozenset[str]]
-) -> tuple[int, int]:
-    """Return the bytes of rank 0's rows that an update brings from host memory, and those that go
-    back to it: all but gradients. far: names of parameters by what of them lies there."""
-    both = optimizer_bytes([p], config.train.optimizer_state) * (p.name in far["moments"])
-    both += HALF * p.shard_numel * sum(p.name in far[plane] for plane in HALVES)
-    each = HALF if config.train.masters == "split" else FP32
-    return both + each * p.shard_numel * (p.name in far["gradients"]), both
-
-
 def saved_bytes(every: list[Parameter], trained: list[Parameter], config: Config) -> int:
     """Return rank 0's part of a checkpoint, before weights alone are rounded to bf16."""
     if config.train.checkpoint_weights_only:
@@ -224,8 +206,8 @@ class _Rank:
         near = shard_bytes(every) - shard_bytes([*low, *high], HALF)
         return [
             Item(f"master weights, {masters}", always(near), place),
-            Item("master weights, low planes", always(_pinned(low, HALF)), "host"),
-            Item("master weights, high planes", always(_pinned(high, HALF)), "host"),
+            Item("master weights, low planes", always(pinned_shard_bytes(low, HALF)), "host"),
+            Item("master weights, high planes", always(pinned_shard_bytes(high, HALF)), "host"),
             Item("high planes, for gathers", always(self._brought({p.name for p in high}))),
             Item("frozen base, encoded", always(sum(u.stored.nbytes for u in self.plan.units))),
             *self._moments(trained, self.config.train.optimizer_state, place),
@@ -323,7 +305,7 @@ class _Rank:
         """Count AdamW's moments."""
         near = [p for p in trained if p.name not in self.far["moments"]]
         gone = [p for p in trained if p.name in self.far["moments"]]
-        pinned = sum(pinned_state_bytes(_shard(p), kind) for p in gone)
+        pinned = sum(pinned_state_bytes(shard_shape(p), kind) for p in gone)
         name = f"optimizer state, {kind}"
         return [
             Item(name, always(optimizer_bytes(near, kind)), place),
@@ -333,9 +315,8 @@ class _Rank:
     def _transfers(self, trained: list[Parameter]) -> list[Item]:
         """Count what passes the GPU from host memory, a stage in each stream. Where units are
         updated beside the forward, the streams keep theirs."""
-        sizes = [passing_bytes(p, self.config, self.far)[0] for p in trained]
-        nbytes = sum(sizes)
-        stage = max(STAGE, *sizes)
+        nbytes = sum(passing_bytes(p, self.config, self.far)[0] for p in trained)
+        stage = stage_bytes(trained, self.config, self.far)
         first = min(stage, nbytes)
         # the host frees a stage before it fills the next one: torch counts one at a time
         second = min((STREAMS - 1) * stage, nbytes - first)
@@ -379,7 +360,7 @@ class _Rank:
         leaving = max(shard_bytes(ps, each) for ps in units)
         return [
             Item(name, near, place),
-            Item(f"{name}, in host memory", always(_pinned(gone, each)), "host"),
+            Item(f"{name}, in host memory", always(pinned_shard_bytes(gone, each)), "host"),
             Item("gradients, leaving", always(leaving) | NOT_EVALUATED | {"update": 0}),
         ]
 
@@ -577,11 +558,6 @@ class _Rank:
             Item("CUDA and libraries", always(CONTEXT), assumed=True),
             Item("NCCL", always(NCCL if self.config.cluster.world > 1 else 0), assumed=True),
         ]
-
-
-def _shard(p: Parameter) -> tuple[int, ...]:
-    """Return the shape of rank 0's rows."""
-    return (-(-p.shape[0] // p.world), *p.shape[1:]) if p.shape else (1,)
 
 
 def _numel(unit: UnitPlan) -> int:

@@ -15,17 +15,18 @@ from zpp_lab.config.load import written
 from zpp_lab.config.residence import LEAVING, Residence, fewest, movable
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import plan_of, vocabulary
-from zpp_lab.engines.optim.host import STAGE, STREAMS
+from zpp_lab.engines.optim.host import STREAMS
 from zpp_lab.engines.units import far_names
 from zpp_lab.runs.provenance import gpu_memory
+from zpp_lab.train.memory.activations import FP32
 from zpp_lab.train.memory.buffers import GIB, Estimate
-from zpp_lab.train.memory.estimate import (
-    FP32,
+from zpp_lab.train.memory.estimate import estimate
+from zpp_lab.train.memory.shards import (
     HALF,
-    estimate,
     optimizer_bytes,
     passing_bytes,
     shard_bytes,
+    stage_bytes,
 )
 
 DEFAULT_GIB = 80.0  # of a GPU where none is seen
@@ -156,10 +157,10 @@ def state_held(config: Config, plan: Plan) -> tuple[int, int]:
     kept = HALF if train.masters == "split" else FP32
     stored = shard_bytes(trained, kept) if train.clip_by == "norm" else 0
     whole = shard_bytes(every) + optimizer_bytes(trained, train.optimizer_state) + stored
-    gone = [passing_bytes(p, config, far)[0] for p in trained]
+    gone = sum(passing_bytes(p, config, far)[0] for p in trained)
     low = shard_bytes((p for p in every if p.name in far["masters"] - names), HALF)
-    host = sum(gone) + low
-    passing = min(sum(gone), STREAMS * max([STAGE, *gone]))
+    host = gone + low
+    passing = min(gone, STREAMS * stage_bytes(trained, config, far))
     return whole - host + passing, host
 
 

@@ -18,7 +18,7 @@ from zpp_lab.config.wires import BACKWARD, Wire
 from zpp_lab.engines.optim.host import stages
 from zpp_lab.engines.units import far_names
 from zpp_lab.tools.plan.cost.machine import Bus, Machine
-from zpp_lab.train.memory.estimate import HALF, passing_bytes, shard_bytes
+from zpp_lab.train.memory.shards import HALF, passing_bytes, passing_rows, shard_bytes
 
 # Bytes that the GPU's memory moves for an element of a rank's shards.
 MOMENTS = {"fp32": 16, "bf16": 8, "8bit": 4}  # both, read and written
@@ -64,9 +64,11 @@ class State:
         torchs = self.masters == "fp32" and self.kind == "fp32"
         each += CLIP if self.config.train.clip and torchs else 0
         passing = {p: passing_bytes(p, self.config, self.far) for u in units for p in trained(u)}
-        for some in stages(passing, lambda p: passing[p][0]):
-            comes, goes = (sum(passing[p][way] for p in some) / self.way for way in (0, 1))
-            update = each * sum(p.shard_numel for p in some) / self.memory
+        rows = {p: passing_rows(p, self.far) for p in passing}
+        for some in stages(passing, lambda p: passing[p][0], rows.__getitem__):
+            share = [(c.item, len(c.rows) / rows[c.item] if c.rows else 1) for c in some]
+            comes, goes = (sum(s * passing[p][way] for p, s in share) / self.way for way in (0, 1))
+            update = each * sum(s * p.shard_numel for p, s in share) / self.memory
             yield Stage(comes, update, goes)
 
     def norm(self, units: Iterable[UnitPlan]) -> float:
