@@ -33,9 +33,11 @@ from zpp_lab.cli.main import _parser
 from zpp_lab.codecs.kernels import build
 from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.config import compose
+from zpp_lab.config.schema import Config
 from zpp_lab.study.run.plan import matching, run_overrides
 from zpp_lab.tools.bench.step import arms as step_arms
 from zpp_lab.tools.bench.step.run import limits
+from zpp_lab.tools.plan.cost.step import _check
 
 PAGES = sorted(ROOT.glob("experiments/**/[A-Z]*.md"))
 RECORDED = ("python", "python3", "torchrun", "zpp-lab", "compute-sanitizer", "ncu", "nvidia-smi")
@@ -224,17 +226,20 @@ def check_cli(words: list[str]) -> None:
     elif known.command in ("study", "prepare"):
         check_study(known, rest)
     elif known.command == "plan":
-        check_config(rest)
+        config = check_config(rest)
+        if known.machine is not None:
+            _check(config, None)  # whether a machine has figures for it
     elif known.command == "bench":
         check_bench(known.what, rest)
     elif known.command == "build":
         build.words().parse_args(rest)
 
 
-def check_config(words: Sequence[str]) -> None:
+def check_config(words: Sequence[str]) -> Config:
     mine = ("run.dir=", "run.arm=", "seed=")  # differ by run, and need no second look
     config = composed(tuple(w for w in words if not w.startswith(mine)))  # the last of a name wins
     Recipe(config.recipe, config.cluster.dp)
+    return config
 
 
 def check_study(known: argparse.Namespace, overrides: list[str]) -> None:
