@@ -350,6 +350,8 @@ train data=hf data.path=./textz => did you mean texts?
 train data.tokenizer=hf data.tokenizer_path=textz => tokenizer.json
 train data.tokenizer=hf data.tokenizer_path=empty => tokenizer.json
 train model.path=models/llama model.weights=pretrained => .safetensors
+train model=13b model.path=models/llama model.weights=pretrained --dry-run => model.vocab_size
+plan model=13b model.path=models/llama model.weights=pretrained => model.vocab_size | model=hf
 train model.start=runs/goood => runs/good
 train model.start=runs => runs/good
 train model.start=bad/data_empty/zero3/seed1 => bad/data_empty/zero3/seed1/data.json
@@ -424,7 +426,9 @@ FILES: dict[str, str | bytes] = {
     "list.json": "[1, 2]",
     "half.json": '{"name": "x", "figures": [1,',
     "tok/tokenizer.json": "{",
-    "models/llama/config.json": json.dumps({"model_type": "llama", "vocab_size": 256}),
+    "models/llama/config.json": json.dumps(
+        {"model_type": "llama", "vocab_size": 256, "rms_norm_eps": 1e-5}
+    ),
     "records/nojson.jsonl": "hello\n",
     "records/nofields.jsonl": '{"a": "b"}\n',
     "records/number.jsonl": '{"prompt": 3, "completion": 4}\n',

@@ -61,10 +61,11 @@ def _add_plan(add: Add) -> None:
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
     from zpp_lab.config.compose import compose
+    from zpp_lab.train.inputs import check_shape
 
     if args.gpus is not None:
         return _layouts(args, overrides)
-    compose(overrides)  # so that a typo is answered before torch has been imported
+    check_shape(compose(overrides))  # a typo is answered before torch has been imported
     names = ("study", "max_gap", "allow")
     if args.fastest:
         from zpp_lab.tools.plan.search.command import Wanted, fastest_command

@@ -227,8 +227,9 @@ def _show_settings(config: Config, args: argparse.Namespace) -> None:
     from zpp_lab.config.flat import carried, changed_settings, every_setting
     from zpp_lab.config.schema import Config
     from zpp_lab.config.wires import shares
-    from zpp_lab.train.inputs import check_recipe, planned
+    from zpp_lab.train.inputs import check_recipe, check_shape, planned
 
+    check_shape(config)
     check_recipe(config)
     plans, cluster = planned(config), config.cluster
     print(

@@ -99,7 +99,7 @@ def hf_config(cfg: ModelConfig, vocab_size: int, seq_len: int, end: int | None) 
     }
 
 
-def _shape(cfg: ModelConfig, vocab_size: int) -> dict[str, Any]:
+def _shape(cfg: ModelConfig, vocab_size: int | None) -> dict[str, Any]:
     own = {theirs: getattr(cfg, ours) for theirs, ours in _SETTINGS.items()}
     return {**own, "vocab_size": vocab_size, "head_dim": cfg.dim // cfg.heads}
 
@@ -118,7 +118,7 @@ class LlamaStart(Start):
         assert cfg.path is not None, "ModelConfig asks for a path"
         self.head_dim, self.tied = cfg.dim // cfg.heads, cfg.tied_head
         self.stored = WeightFiles(Path(cfg.path))
-        _check_config(Path(cfg.path), cfg, vocab_size)
+        check_config(Path(cfg.path), cfg, vocab_size)
         found = {n for n in self.stored.files if not n.endswith("rotary_emb.inv_freq")}
         found -= {_ENDS["head.weight"]} if self.tied else set()  # some folders hold it twice
         wanted = {hf_name(n): p.shape for n, p in model.named_parameters()}
@@ -147,7 +147,9 @@ class LlamaStart(Start):
         return rows
 
 
-def _check_config(folder: Path, cfg: ModelConfig, vocab_size: int) -> None:
+def check_config(folder: Path, cfg: ModelConfig, vocab_size: int | None) -> None:
+    """ValueError where the folder's model has other settings; vocab_size: None where the tokenizer
+    is not known yet."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"model.path={folder} has no config.json: set a model's folder")
@@ -170,7 +172,8 @@ def _check_config(folder: Path, cfg: ModelConfig, vocab_size: int) -> None:
         f"{f'model.{_SETTINGS[key]}' if key in _SETTINGS else key} is {theirs[key]} there, "
         f"{value} here"
         for key, value in own.items()
-        if theirs.get(key) not in (value, None)  # None follows from the others
+        # theirs, where None, follows from the others
+        if value is not None and theirs.get(key) not in (value, None)
     ]
     if wrong:
         raise ValueError(

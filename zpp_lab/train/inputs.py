@@ -50,7 +50,7 @@ def check_inputs(config: Config) -> None:
     """ValueError that lists every setting whose file or folder is missing, and a bad ZPP_COMMIT."""
     checks: list[Callable[[], object]] = [
         partial(check_model_path, config.model),
-        *(partial(check, config) for check in (_place, _start, _data, _rl)),
+        *(partial(check, config) for check in (check_shape, _place, _start, _data, _rl)),
         check_commit,
     ]
     faults = []
@@ -61,6 +61,16 @@ def check_inputs(config: Config) -> None:
             faults.append(str(error))
     if faults:
         raise ValueError("\n".join(faults))
+
+
+def check_shape(config: Config) -> None:
+    """ValueError where the folder whose weights the built-in decoder takes has another shape."""
+    model = config.model
+    folder, ours = Path(model.path or ""), model.name == "llama"
+    if ours and model.weights == "pretrained" and (folder / "config.json").is_file():
+        from zpp_lab.models.llama_hf import check_config
+
+        check_config(folder, model, model.vocab_size or None)
 
 
 def _place(config: Config) -> None:
