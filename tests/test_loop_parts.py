@@ -14,6 +14,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -345,6 +348,10 @@ def refusals() -> dict[str, str]:
         with sharded.rollout():
             pass
 
+    def wrapped(ids: Tensor) -> Any:  # after shard
+        apply_activation_checkpointing(apart, check_fn=lambda m: m is apart.model.layers[0])
+        return apart(ids)
+
     def late() -> None:  # after forwards of the same
         with torch.no_grad():
             for rank in (sharded.reader, dist.get_rank()):
@@ -371,6 +378,7 @@ def refusals() -> dict[str, str]:
         "11 tokens": lambda: fine(ids[:1, :11]),
         "Sharded.reader": lambda: apart(tokens(0, dist.get_rank())),
         "different labels": lambda: fine(ids, labels=tokens(0, dist.get_rank())),
+        "CheckpointWrapper": lambda: wrapped(ids),
         "tokens from 250": lambda: fine(torch.full_like(ids, 250)),
         "labels from -1": lambda: fine(ids, labels=torch.full_like(ids, -1)),
         "different tokens": lambda: fine.eval()(tokens(0, dist.get_rank())),

@@ -248,6 +248,8 @@ class LoopModel(PartModel):
         asked += ["use_cache=True"] * caches + ["input_ids=None"] * (input_ids is None)
         if any(getattr(layer, "gradient_checkpointing", False) for layer in self.model.layers):
             asked.append("gradient_checkpointing")
+        if wrapped := [layer for layer in self.model.layers if not isinstance(layer, PartLayer)]:
+            asked.append(f"layers of class {type(wrapped[0]).__name__}")
         if asked:
             raise ValueError(
                 f"tp={self.tp} is not built for {', '.join(asked)}: leave it out; {_TO_GENERATE}"
