@@ -229,9 +229,9 @@ class Sharded:
     @torch.no_grad()
     def clip_grad_norm_(self, limit: float) -> Tensor:
         """Clip to `limit` and return the norm, fp64. Sums in rank order, the same in every run. In
-        a mesh with other dimensions torch's own clips, over all of them. With an optimizer by
-        `adamw` gradients stay as they are, and its step clips them. ValueError for a limit that is
-        negative or NaN."""
+        a mesh with other dimensions torch's own clips, over all of them. With the
+        optimizer of `adamw` nothing is scaled here: its next step clips. ValueError for a limit
+        that is negative or NaN."""
         if not limit >= 0:
             raise ValueError(f"sharded.clip_grad_norm_({limit}): use a limit from 0 on")
         if self.loop.placed is not None:

@@ -38,54 +38,32 @@ VOCAB = 32_000
 
 
 def make_model(folder: Path, sizes: dict[str, int]) -> None:
-    """Write a folder as transformers saves one: random weights, tokenizer, configuration."""
-    from safetensors.torch import save_file
+    """Write a transformers folder: random weights in bf16 and a tokenizer of bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    folder.mkdir(parents=True, exist_ok=True)
+    config = LlamaConfig(
+        hidden_size=sizes["dim"],
+        intermediate_size=sizes["ffn"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        vocab_size=VOCAB,
+        rms_norm_eps=1e-5,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    torch.manual_seed(1)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        LlamaForCausalLM(config).save_pretrained(folder)
+    torch.cuda.empty_cache()  # the runs need it
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(["<s>", "</s>", *letters])}
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(kind))
-    dim, heads, ffn = sizes["dim"], sizes["heads"], sizes["ffn"]
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": dim,
-        "intermediate_size": ffn, "num_hidden_layers": sizes["layers"],
-        "num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": VOCAB,
-        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 2048,
-        "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator(device).manual_seed(1)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        values = torch.randn(shape, generator=generator, device=device) * 0.02
-        return values.to(torch.bfloat16).cpu()
-
-    ones = torch.ones(dim, dtype=torch.bfloat16)
-    files: dict[str, str] = {}
-
-    def save(name: str, tensors: dict[str, torch.Tensor]) -> None:
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        files.update(dict.fromkeys(tensors, name))
-
-    for i in range(sizes["layers"]):
-        block = f"model.layers.{i}."
-        tensors = {f"{block}self_attn.{x}_proj.weight": drawn(dim, dim) for x in "qkvo"}
-        tensors |= {f"{block}mlp.{x}_proj.weight": drawn(ffn, dim) for x in ("gate", "up")}
-        tensors[f"{block}mlp.down_proj.weight"] = drawn(dim, ffn)
-        norms = ("input_layernorm", "post_attention_layernorm")
-        tensors |= {f"{block}{norm}.weight": ones.clone() for norm in norms}
-        save(f"model-{i:05d}.safetensors", tensors)
-    ends = {f"{x}.weight": drawn(VOCAB, dim) for x in ("model.embed_tokens", "lm_head")}
-    save("model-last.safetensors", ends | {"model.norm.weight": ones})
-    index = {"metadata": {}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    made.save_pretrained(folder)
 
 
 def make_records(file: Path, count: int) -> None:

@@ -1,7 +1,7 @@
 # Steps of models larger than the GPU, beside DeepSpeed's ZeRO-Offload and FSDP2's CPUOffloadPolicy:
 #   CALL=600 bash experiments/beyond/run.sh OUT [PART...]
-# Parts (6_7b without any), each a call where a machine's time is short: build 6_7b 13b largest
-#   largest_by_unit largest_deepspeed
+# Parts (6_7b without any), each a call where a machine's time is short: build 6_7b 13b 32_5b largest
+#   largest_over largest_by_unit largest_deepspeed; 32_5b takes two GPUs
 # One GPU; wheels from ../deepspeed/wheels.sh lie in .whl-ds where DeepSpeed is not installed. Each
 # part writes OUT/PART.json. GPU_GIB: what every arm may allocate there; HOST_GIB: what the machine
 # may have in use before an arm is stopped. STEPS, ROUNDS, LIMIT (seconds of an arm), EXTRA
@@ -52,8 +52,15 @@ for part in "$@"; do
     13b)  # peers take less where they do not pin, and still more than 128 GiB
       arms "$part" compute,auto_8bit,ours_8bit,deepspeed_unpinned,fsdp2_unpinned,compute \
         model=13b ;;
-    largest)  # 32_5b's width
-      arms "$part" compute,ours_8bit model=32_5b "model.layers=${SIZE:-36}" ;;
+    32_5b)  # compute alone has no room with 78.5 GiB beside its gradients: all of a GPU
+      GPU_GIB=0 arms 32_5b_compute compute model=32_5b
+      HOST_GIB=${HOST_GIB:-240} arms "$part" auto_8bit --plan-gib 77 --plan-host-gib 256 \
+        model=32_5b cluster.gpus_per_node=2 ;;
+    largest)  # 13b's width
+      arms "$part" compute,auto_8bit --plan-gib 79.1 --plan-host-gib 128 model=13b \
+        "model.layers=${SIZE:-76}" ;;
+    largest_over)  # a tenth more, which is refused
+      arms "$part" auto_8bit --plan-gib 79.1 --plan-host-gib 128 model=13b "model.layers=${SIZE:-84}" ;;
     largest_by_unit)
       arms "$part" compute,by_unit model=32_5b "model.layers=${SIZE:-50}" ;;
     largest_deepspeed)  # 6_7b's width

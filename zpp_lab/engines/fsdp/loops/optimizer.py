@@ -269,7 +269,8 @@ class PlacedAdamW(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Moments by parameter as they are kept, and with masters='split' low planes and marks."""
+        """Return moments by parameter, in their stored dtype; with masters='split' low planes and
+        marks too."""
         if "shown" not in self.__dict__:  # torch is making it
             return {}
         self._wait()
@@ -282,8 +283,8 @@ class PlacedAdamW(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of an optimizer with the same groups, sharded alike. Nothing is converted:
-        ValueError, and nothing changes, where moments are kept otherwise."""
+        """Load the state of an optimizer with the same groups and sharding. ValueError, and nothing
+        changes, where its moments have another dtype or shape."""
         groups = state_dict["param_groups"]
         sizes = [[len(g["params"]) for g in every] for every in (groups, self.param_groups)]
         if sizes[0] != sizes[1]:

@@ -2,10 +2,10 @@
 place, masters, optimizer_state or clip_by). The optimizer that goes with it is in `optimizer.py`.
 
 A unit's update may wait for its next forward, and no call of the loop is expected before that.
-While an update waits, parameters are `Watched`: the first function of torch that reads or writes
-one of them updates all of them before it goes on. The optimizer's `state` does the same. A gradient
-in host memory leaves a stand-in in `p.grad`, `Watched` too: the gradient counts as long as that is
-there, and a read of it is refused.
+While an update waits, parameters are `Watched`: before a function of torch reads or writes one of
+them, all waiting updates are made. Reading the optimizer's `state` makes them too. In place of a
+gradient in host memory `p.grad` holds a `Watched` stand-in: the gradient counts while the stand-in
+is there, and reading its values is refused.
 
 Low planes belong to the bits of their high planes. Weights may be written at any time, by a load, a
 swap, through `.data`. So marks of all rows are kept, and an update takes the low planes of rows
