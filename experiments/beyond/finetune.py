@@ -3,10 +3,10 @@
     python experiments/beyond/finetune.py OUT [--steps 12] [--until UNIX_TIME] [--tiny]
 
 Makes a LlamaForCausalLM folder of 13B's shape with random weights (26 GB, in OUT/work; a folder in
-memory is fastest) and records from Python's standard library. Then it trains, from the same weights
-and records, eight sequences a step: `one` on one GPU with state in host memory, `reordered` the
-same in two micro-batches, `two` on two GPUs, and `device` on one GPU with all state. Each ends
-after --steps logged losses. OUT/finetune.json has the curves and how far each is from `one`.
+memory is fastest) and records from Python's standard library. Then it trains --steps steps from the
+same weights and records, eight sequences each: `one` on one GPU with state in host memory,
+`reordered` the same in two micro-batches, `two` on two GPUs, or as two nodes that share one, and
+`device` on one GPU with all state. OUT/finetune.json has the curves and how far each is from `one`.
 --tiny rehearses it on a CPU.
 """
 
@@ -26,12 +26,15 @@ from typing import Any
 
 import torch
 
+HOST = "engine.place={gradients: 27, moments: 19}"  # as `auto` places 13B
 RUNS = {  # by name: settings of a run
-    "one": ["train.batch_size=8", "engine.place={gradients: 27, moments: 19}"],
-    "reordered": ["train.batch_size=4", "train.micro_steps=2", "engine.place=host"],
-    "two": ["cluster.gpus_per_node=2", "train.batch_size=4", "engine.place=host"],
+    "one": ["train.batch_size=8", HOST],
+    "reordered": ["train.batch_size=4", "train.micro_steps=2", HOST],
+    "two": ["train.batch_size=4", HOST],
     "device": ["train.batch_size=8", "engine.place=device"],
 }
+TWO = ["cluster.gpus_per_node=2"]
+SHARED = ["cluster.nodes=2", "engine.share_gpus=mps"]  # two ranks on one GPU
 SIZES = {"dim": 5120, "layers": 40, "heads": 40, "ffn": 13824}
 TINY = {"dim": 128, "layers": 2, "heads": 4, "ffn": 352}
 VOCAB = 32_000
@@ -78,35 +81,37 @@ def make_records(file: Path, count: int) -> None:
 
 
 def curve(name: str, args: argparse.Namespace) -> list[dict[str, float]]:
-    """Train one run until it has logged enough losses → losses and gradient norms."""
+    """Train one run → losses and gradient norms, those of its steps until `args.until`."""
     work, folder = args.out / "work", args.out / "work" / name
     shutil.rmtree(folder, ignore_errors=True)
     overrides = [
         *("experiment=finetune_13b_1gpu", f"model.path={work}/model"),
         *(f"data.path={work}/records.jsonl", f"data.cache_dir={work}/cache"),
         *("data.records.too_long=truncate", f"run.dir={folder}", "train.micro_steps=1"),
-        *("train.eval_tokens=16384", "tracking.wandb=off", *RUNS[name]),
+        *(f"train.steps={args.steps}", "train.warmup_steps=3", f"train.eval_every={args.steps}"),
+        *("train.checkpoint_every=0", "train.keep_checkpoints=0", "train.eval_tokens=16384"),
+        *("tracking.wandb=off", *RUNS[name]),
     ]
+    if name == "two":
+        overrides += SHARED if torch.cuda.device_count() == 1 else TWO
     if args.tiny:
         shape = {**TINY, "kv_heads": TINY["heads"], "vocab_size": VOCAB}
         overrides += [f"model.{key}={value}" for key, value in shape.items()]
         overrides += ["engine.device=cpu", "data.seq_len=64"]
         place = "engine.place={gradients: 1, moments: 1}"
-        overrides = [place if word.startswith("engine.place={") else word for word in overrides]
+        overrides = [place if word == HOST else word for word in overrides]
     log, metrics = (args.out / f"{name}.log").open("w"), folder / "metrics.jsonl"
     words = [sys.executable, "-m", "zpp_lab.cli", "train", *overrides]
     run = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
-    rows: list[dict[str, float]] = []
-    while run.poll() is None and len(rows) < args.steps and time.time() < args.until:
-        time.sleep(1)
-        text = metrics.read_text() if metrics.exists() else ""
-        whole = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
-        rows = [row for row in whole if "loss" in row]
-    if run.poll() is None:
+    try:
+        run.wait(max(1.0, args.until - time.time()) if args.until < float("inf") else None)
+    except subprocess.TimeoutExpired:
         os.killpg(run.pid, signal.SIGKILL)
-    run.wait()
-    kept = ("step", "loss", "grad_norm", "seconds")
-    return [{key: row[key] for key in kept if key in row} for row in rows[: args.steps]]
+        run.wait()
+    text = metrics.read_text() if metrics.exists() else ""
+    whole = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+    kept = ("step", "loss", "grad_norm", "seconds", "heldout_loss")
+    return [{key: row[key] for key in kept if key in row} for row in whole if "loss" in row]
 
 
 def compared(curves: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
