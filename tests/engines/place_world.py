@@ -5,7 +5,8 @@ torchrun --standalone --nproc-per-node 1 -m tests.engines.place_world ANSWERS (o
 Each unit's update and the transfer of its weights are held up on their stream, so that whoever does
 not wait for them reads old weights, or none. Once more a block's planes are held up before they
 leave: its next update, to which they come in on the other stream, finds old ones unless it waits,
-and so does its backward of weights.
+and so does its backward of weights. With matrices in pieces those of one stream are held up, and
+the norm for both.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils import deterministic
 
 from tests.engines.fsdp_parity import differs, kept
@@ -31,6 +36,7 @@ from zpp_lab.api import init
 from zpp_lab.collectives.peer.choose import connect
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.engines.build import build_plan
@@ -48,6 +54,9 @@ LEFT = 100 * HELD  # that planes are held up before they leave, much longer than
 # the device waits for the first update, which pins memory, and for those before evaluations
 LONGER = STEPS + 3
 HIGH: Place = {"weights": 5}
+BLOCK: Place = {"masters": 1, "moments": 1, "gradients": 1}
+Patch = tuple[Any, str, Any]  # an attribute, and what takes its place
+PIECES: list[Patch] = [(host, "STAGE", 2**20), (host, "SMALL", 2**10)]  # matrices pass in several
 # of a user training loop, whose weights stay on the GPU
 LOOP: list[Place] = ["host", {"masters": 2, "moments": 3, "gradients": 1}, {"gradients": 4}]
 SOME: list[Place] = [
@@ -82,7 +91,7 @@ def names(world: int) -> list[str]:
         found += [name(f"loop, {c}", shape, p) for c in LOOPS for p in places(c, LOOP, world)]
     if world == 4:
         return found
-    late = (name for names in LATE for name in names)
+    late = (name for both in twins() for name in both[:2])
     return [*found, "by the host", *FORGOTTEN, "loop without a wait", *late]
 
 
@@ -149,7 +158,6 @@ FORGOTTEN: dict[str, Place] = {"without a wait": "host", "without a wait for wei
 def without_a_wait(run: Callable[[], str]) -> bool:
     """Whether bits differ where nobody waits for updates, and for weights that come: else nothing
     is shown above."""
-    arrived, unshard = Resident._arrived, Resident._unshard
 
     def forgets(self: Resident, unit: str) -> None:
         self.under_way.pop(unit, None)
@@ -162,34 +170,29 @@ def without_a_wait(run: Callable[[], str]) -> bool:
                 self.brought.bring(unit)
         unshard(*args, **kwargs)
 
-    Resident._arrived, Resident._unshard = forgets, early  # type: ignore[method-assign]
-    try:
-        return bool(run())
-    except NonFiniteError:  # of memory that nothing has been written to
-        return True
-    finally:
-        Resident._arrived, Resident._unshard = arrived, unshard  # type: ignore[method-assign]
+    return shows(run, (Resident, "_arrived", forgets), (Resident, "_unshard", early))
 
 
-LATE: dict[tuple[str, str], Place] = {
-    ("planes leave late", "without a wait for planes"): "host",
-    ("weights leave late", "without a wait for weights that leave"): HIGH,
-}
+def shows(run: Callable[[], str], *forgets: Patch) -> bool:
+    """Whether something differs with these parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        for part in forgets:
+            patch.setattr(*part)
+        try:
+            return bool(run())
+        except NonFiniteError:  # of memory that nothing has been written to
+            return True
 
 
-def leaves_late(
-    case: str, place: Place, names: tuple[str, str], transport: Any, device: torch.device
-) -> Iterator[tuple[str, Any]]:
-    """With planes of the last block that leave late: what differs; and whether something does where
-    nobody waits for that. They come in on the other stream in the next step, weights in this one's
-    backward."""
-    wanted = outcome(case, "device", transport, device, LONGER)
-    mark, follow, begin, update = Streams.mark, Streams.follow, CompactAdamW.begin, Resident._update
-    last = False
+def leaving_late() -> list[Patch]:
+    """Planes of the last block leave late: of its last stage in the first stream. They come in on
+    the other stream in the next step, weights in this one's backward."""
+    mark, begin, update, stages = Streams.mark, CompactAdamW.begin, Resident._update, host.stages
+    last = ending = False
 
     def late(self: Streams) -> list[Any]:
         done = mark(self)
-        if last and torch.cuda.current_stream() == self.streams[0]:
+        if last and ending and torch.cuda.current_stream() == self.streams[0]:
             torch.cuda._sleep(LEFT)
         return done
 
@@ -204,14 +207,63 @@ def leaves_late(
         update(self, unit, gathers)
         last = False
 
-    Streams.mark, CompactAdamW.begin, Resident._update = late, turned, noted  # type: ignore[method-assign]
-    try:
-        yield names[0], differs(outcome(case, place, transport, device, LONGER), wanted)
-        Streams.follow = lambda *args: None  # type: ignore[method-assign]
-        yield names[1], bool(differs(outcome(case, place, transport, device, LONGER), wanted))
-    finally:
-        Streams.mark, Streams.follow = mark, follow  # type: ignore[method-assign]
-        CompactAdamW.begin, Resident._update = begin, update  # type: ignore[method-assign]
+    def counted(*args: Any) -> Iterator[Any]:
+        nonlocal ending
+        every = [*stages(*args)]
+        for i, stage in enumerate(every):
+            ending = i >= len(every) - STREAMS  # later ones would make the block's weights late
+            yield stage
+
+    leaving: list[Patch] = [(Streams, "mark", late), (host, "stages", counted)]
+    return [*leaving, (CompactAdamW, "begin", turned), (Resident, "_update", noted)]
+
+
+def twins() -> list[tuple[str, str, Place, list[Patch], Patch]]:
+    """Names of two answers: what differs with parts that are held up, and whether something does
+    where nobody waits for them; the placement; what holds them up; and what does not wait."""
+    change, begin, of = CompactAdamW._change, CompactAdamW.begin, Residence.of
+    mark, follow, take_turn = Streams.mark, Streams.follow, Streams.next
+
+    def slow(self: CompactAdamW, group: dict[str, Any], pieces: list[Any]) -> None:
+        assert self.streams is not None
+        if pieces and torch.cuda.current_stream() == self.streams.streams[0]:
+            torch.cuda._sleep(HELD)
+        change(self, group, pieces)
+
+    def corrected_late(self: CompactAdamW, *args: Any) -> None:
+        torch.cuda._sleep(10 * HELD)  # on the computing stream, which then counts the step
+        begin(self, *args)
+
+    def follow_one(self: Streams, items: Sequence[Tensor]) -> None:
+        self.ended[0].clear()
+        follow(self, items)
+
+    def mark_one(self: Streams) -> list[Any]:
+        return [] if torch.cuda.current_stream() == self.streams[0] else mark(self)
+
+    def join_one(self: Streams) -> None:
+        torch.cuda.current_stream().wait_stream(self.streams[1])
+
+    @contextmanager
+    def begin_one(self: Streams, items: Sequence[Tensor]) -> Iterator[None]:
+        itself = self.streams[1] if self.turns % STREAMS == 1 else None
+        with torch.cuda.stream(itself), take_turn(self, items):
+            yield
+
+    leaving, forgets = leaving_late(), (Streams, "follow", follow_one)
+    weights = [*PIECES, (CompactAdamW, "_change", slow)]
+    norm = [*PIECES, (CompactAdamW, "begin", corrected_late)]
+    at_once = [*weights, (Residence, "of", lambda config: replace(of(config), waits=False))]
+    no = "without a wait for"
+    return [
+        ("planes leave late", f"{no} planes", "host", leaving, forgets),
+        ("weights leave late", f"{no} weights that leave", HIGH, leaving, forgets),
+        # of one block, so that nothing else passes in the stream that is held up
+        ("pieces leave late", f"{no} pieces that leave", BLOCK, [*PIECES, *leaving], forgets),
+        ("late pieces", f"{no} pieces", "host", weights, (Streams, "mark", mark_one)),
+        ("late norm", f"{no} the norm", "host", norm, (Streams, "next", begin_one)),
+        ("late pieces at once", f"{no} the end", "host", at_once, (Streams, "join", join_one)),
+    ]
 
 
 def main() -> None:
@@ -221,7 +273,8 @@ def main() -> None:
     world = dist.get_world_size()
     hold_up()
     whole = host.STAGE, host.SMALL
-    host.STAGE, host.SMALL = 2**20, 2**10  # matrices pass in pieces
+    for part in PIECES:
+        setattr(*part)
 
     def keep(name: str, found: Any) -> None:
         torch.cuda.synchronize()
@@ -258,11 +311,18 @@ def waits(transport: Any, device: torch.device, keep: Callable[[str, Any], None]
     case = "split_zero3"
     run = partial(outcome, case, transport=transport, device=device, steps=LONGER)
     wanted = run("device")
+
+    def found(place: Place) -> str:
+        return differs(run(place), wanted)
+
     for forgotten, place in FORGOTTEN.items():
-        keep(forgotten, without_a_wait(partial(lambda p: differs(run(p), wanted), place)))
-    for both, place in LATE.items():
-        for late, found in leaves_late(case, place, both, transport, device):
-            keep(late, found)
+        keep(forgotten, without_a_wait(partial(found, place)))
+    for late, forgotten, place, slow, forgets in twins():
+        with pytest.MonkeyPatch.context() as patch:
+            for part in slow:
+                patch.setattr(*part)
+            keep(late, found(place))
+            keep(forgotten, shows(partial(found, place), forgets))
 
 
 if __name__ == "__main__":
