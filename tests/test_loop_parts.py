@@ -167,14 +167,24 @@ def as_transformers(kind: str) -> dict[str, float]:
     return found
 
 
+def with_evaluation(model: Any, ids: Tensor) -> Tensor:
+    """The same, with an evaluation between forward and backward."""
+    loss = by_labels(model, ids)
+    with torch.no_grad():
+        model(ids)
+    return loss
+
+
 def counted() -> list[Any]:
-    """What all ranks sent in a step, and the plan of it."""
+    """What all ranks sent in a step, in one with an evaluation, and the plan of a step."""
     model = family("qwen2")
-    sharded = shard(model, QUANTIZED, tp=2)
-    steps(model, sharded, adamw(model), range(1))
-    every = everyone({wire: list(sent) for wire, sent in sharded.bytes.items()})
-    total = {w: [sum(own[w][i] for own in every) for i in (0, 1)] for w in every[0]}
-    return [total, {wire: list(sent) for wire, sent in sharded.plan.step_bytes().items()}]
+    sharded, found = shard(model, QUANTIZED, tp=2), []
+    for loss_of in (by_labels, with_evaluation):
+        sharded.reset_bytes()
+        steps(model, sharded, adamw(model), range(1), loss_of=loss_of)
+        every = everyone({wire: list(sent) for wire, sent in sharded.bytes.items()})
+        found.append({w: [sum(own[w][i] for own in every) for i in (0, 1)] for w in every[0]})
+    return [*found, {wire: list(sent) for wire, sent in sharded.plan.step_bytes().items()}]
 
 
 def accumulated() -> list[list[float]]:
@@ -466,9 +476,11 @@ def test_parts_compute_what_transformers_does(kind: str, answers: dict[str, Any]
 
 
 def test_ledger_and_plan_agree(answers: dict[str, Any]) -> None:
-    sent, planned = answers["counted"]
+    sent, evaluated, planned = answers["counted"]
     assert sent == planned
     assert sent["acts_forward"][0] > 0
+    for wire in ("acts_forward", "acts_backward", "tp_raw"):  # evaluation's are not counted
+        assert evaluated[wire] == planned[wire]
 
 
 def test_micro_steps_and_losses_of_ones_own(answers: dict[str, Any]) -> None:

@@ -108,11 +108,11 @@ class ActsEncoder:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """While it is open, activations travel uncompressed and the ledger counts nothing."""
-        self.plain = True
+        before, self.plain = self.plain, True
         try:
             yield
         finally:
-            self.plain = False
+            self.plain = before
 
     def layout(self, wire: Wire, place: str, numel: int, dtype: torch.dtype) -> Layout:
         codec = RawCodec(dtype) if self.plain else self.recipe.acts_codec(wire)

@@ -202,6 +202,7 @@ class LoopParts(OwnPart):
 
     def _begin(self) -> None:
         """A backward has come to its first exchange, before any gradient is reduced."""
+        self.plain = False  # a forward without gradients may have come between
         own = self.parameters()
         self.aside = {n: g for n in self.shared if (g := own[n].grad) is not None}
         for name in self.aside:
