@@ -187,6 +187,16 @@ def counted() -> list[Any]:
     return [*found, {wire: list(sent) for wire, sent in sharded.plan.step_bytes().items()}]
 
 
+def evaluated() -> list[float]:
+    """Bytes that an evaluation counted, with quantized activations in training, and how far its
+    logits lie from a whole model's."""
+    whole, model, ids = family().eval(), family().eval(), tokens(0, 0)
+    sharded = shard(model, {name: QUANTIZED[name] for name in QUANTIZED if "acts" in name}, tp=2)
+    with torch.no_grad():
+        one, two = (m(ids).logits for m in (whole, model))
+    return [sum(map(sum, sharded.bytes.values())), float((one - two).abs().max())]
+
+
 def accumulated() -> list[list[float]]:
     """Two micro-steps over as many readers of a whole model, of one in two parts, and of this with
     a loss of the user's own."""
@@ -352,6 +362,7 @@ def refusals() -> dict[str, str]:
     sharded = shard(fine, "zero3", tp=2)
     shard(apart, "zero3", tp=2)
     ids = tokens(0, sharded.reader)
+    mask = torch.ones_like(ids) if dist.get_rank() % 2 else None
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2))
 
     def rolled() -> None:
@@ -388,6 +399,10 @@ def refusals() -> dict[str, str]:
         "11 tokens": lambda: fine(ids[:1, :11]),
         "Sharded.reader": lambda: apart(tokens(0, dist.get_rank())),
         "different labels": lambda: fine(ids, labels=tokens(0, dist.get_rank())),
+        "different attention_mask": lambda: fine(ids, attention_mask=mask, labels=ids),
+        "different position_ids": lambda: fine(ids, position_ids=ids + dist.get_rank()),
+        "different others": lambda: fine(ids, labels=ids, num_items_in_batch=1 + dist.get_rank()),
+        "builtin_function_or_method": lambda: fine(ids, attention_mask=print),
         "CheckpointWrapper": lambda: wrapped(ids),
         "tokens from 250": lambda: fine(torch.full_like(ids, 250)),
         "labels from -1": lambda: fine(ids, labels=torch.full_like(ids, -1)),
@@ -424,7 +439,7 @@ def of_four(folder: str, chosen: dict[str, Config]) -> dict[str, Any]:
 def of_two(chosen: Config) -> dict[str, Any]:
     """Each rank is alone in its cell."""
     run = as_run(chosen, whole(chosen), tp=2)
-    return {"run": run, "family": as_transformers("qwen3")}
+    return {"run": run, "family": as_transformers("qwen3"), "evaluated": evaluated()}
 
 
 @pytest.fixture(scope="module")
@@ -481,6 +496,12 @@ def test_ledger_and_plan_agree(answers: dict[str, Any]) -> None:
     assert sent["acts_forward"][0] > 0
     for wire in ("acts_forward", "acts_backward", "tp_raw"):  # evaluation's are not counted
         assert evaluated[wire] == planned[wire]
+
+
+def test_evaluation_sends_uncompressed_activations(answers: dict[str, Any]) -> None:
+    counted, far = answers["alone"]["evaluated"]
+    assert counted == 0
+    assert far < 2e-6
 
 
 def test_micro_steps_and_losses_of_ones_own(answers: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_flatten
 
 from zpp_lab.collectives.acts import Parts
 from zpp_lab.collectives.context import Clock
@@ -25,6 +27,7 @@ from zpp_lab.collectives.transport import ProcessGroups
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.cluster import CELL, ClusterConfig
 from zpp_lab.config.wires import ACTS_BACKWARD, Wire
+from zpp_lab.engines.frozen import mark_all
 from zpp_lab.engines.fsdp.base import own_rows, place_in_whole
 from zpp_lab.engines.fsdp.comm import managed
 from zpp_lab.engines.fsdp.mesh import Ranks, mesh_of_parts
@@ -34,6 +37,8 @@ from zpp_lab.models.cut import ROWS, Parted, cut_dim, map_state, part_state
 from zpp_lab.models.loss import IGNORED
 from zpp_lab.models.stages import stage_state
 from zpp_lab.runs.checkpoint.read import Rows, State
+
+_PLAIN = (Tensor, int, float, str, type(None))  # what parts compare
 
 
 def cell_of(cluster: ClusterConfig, device: torch.device) -> Ranks | None:
@@ -137,11 +142,11 @@ class LoopParts(OwnPart):
         self.plans, self.cluster = plans, cluster
         self.backwards = self.tokens = 0  # those that have ended; of the last forward
         self.model, self.classes = model, model.embed.weight.shape[0] * self.tp
-        self.compared: set[tuple[str, bool]] = set()  # between parts: tokens or labels, in training
+        self.compared: set[bool] = set()  # whether inputs were, between parts, in training or not
         self.running = -1  # the backward under way
         self.aside: dict[str, Tensor] = {}
         self.parameters: Callable[[], dict[str, nn.Parameter]] = dict  # the masters
-        model.watch = self.see
+        model.watch = self
 
     def place(self, wrapped: Wrapped, device: torch.device) -> None:
         """Let masters and gradients be DTensors of whole parameters."""
@@ -153,18 +158,22 @@ class LoopParts(OwnPart):
                 part = Replicate() if dim is None else Shard(dim)
                 place_in_whole(p, mesh, (part, Shard(0)))
 
-    def see(self, kind: str, values: Tensor) -> None:
-        """Look at tokens or labels of a forward. ValueError where parts cannot share the tokens,
-        where a number is no class, or where parts have different ones: the last on all of them. On
-        a GPU the host waits for that in the first forward of training and of evaluation alone."""
-        if kind == "tokens":
-            self.tokens = values.numel()
-            if self.tokens % self.tp:
-                raise ValueError(
-                    f"tp={self.tp} does not divide the {self.tokens} tokens of a micro-batch of "
-                    f"{tuple(values.shape)}: pad sequences to a multiple"
-                )
-        self._compare(kind, values.flatten().long())
+    def see(self, tokens: Tensor, given: Mapping[str, Any]) -> None:
+        """Look at a forward's tokens and its other arguments. ValueError where parts cannot share
+        the tokens, where one is no class, or where parts have different arguments: the last on all
+        of them. On a GPU the host waits for that in the first forward of training and of evaluation
+        alone."""
+        self.tokens = tokens.numel()
+        if self.tokens % self.tp:
+            raise ValueError(
+                f"tp={self.tp} does not divide the {self.tokens} tokens of a micro-batch of "
+                f"{tuple(tokens.shape)}: pad sequences to a multiple"
+            )
+        self._compare({"tokens": tokens, **given}, tokens.device)
+        self.check("tokens", tokens)
+
+    def check(self, kind: str, values: Tensor) -> None:
+        """Look for tokens or labels that are no class."""
         known = (values >= 0) & (values < self.classes)
         known = (known | (values == IGNORED) if kind == "labels" else known).all()
         if values.is_cuda:  # as torch's embedding: the host does not wait
@@ -176,23 +185,36 @@ class LoopParts(OwnPart):
                 f"{self.classes}: use 0 to {self.classes - 1}{besides}"
             )
 
-    def _compare(self, kind: str, flat: Tensor) -> None:
-        """ValueError where parts have different numbers."""
-        places = torch.arange(1, len(flat) + 1, device=flat.device)
-        own = torch.stack((places[-1], flat.sum(), (flat * places).sum()))
-        with self.uncounted():
-            (every,) = self.raw(kind, [own])
-        same, new = (every == every[0]).all(), (kind, self.model.training)
+    def _compare(self, given: Mapping[str, Any], device: torch.device) -> None:
+        """ValueError where parts were given different arguments."""
+        same, training = self._same(given, device), self.model.training
         why = (
-            f"tp={self.tp}: ranks of one tensor-parallel group have different {kind}: give them "
-            "the same batch, number Sharded.reader of Sharded.readers (the data loaders of Trainer "
-            "and accelerate cannot)"
+            f"tp={self.tp}: ranks of one tensor-parallel group have different {{}}: give them the "
+            "same batch, number Sharded.reader of Sharded.readers (the data loaders of Trainer and "
+            "accelerate cannot)"
         )
-        if flat.is_cuda and new in self.compared:
-            torch._assert_async(same, why)
+        if device.type == "cuda" and training in self.compared:
+            torch._assert_async(same, why.format("inputs"))
         elif not same:
-            raise ValueError(why)
-        self.compared.add(new)
+            differ = [n for n, one in given.items() if not self._same({n: one}, device)]
+            raise ValueError(why.format(" and ".join(differ)))
+        self.compared.add(training)
+
+    @torch.no_grad()
+    def _same(self, given: Mapping[str, Any], device: torch.device) -> Tensor:
+        """Compare arguments between parts by the bits of tensors, added up, and all else."""
+        leaves, tree = tree_flatten(dict(given))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if unknown := [x for x in leaves if not isinstance(x, _PLAIN)]:
+            raise ValueError(
+                f"tp={self.tp}: the forward was given a {type(unknown[0]).__name__}, which ranks "
+                "cannot compare: use tensors and numbers"
+            )
+        others = [tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves]
+        number = torch.full((), crc32(repr((tree, others)).encode()), device=device)
+        with self.uncounted():
+            (every,) = self.raw("inputs", [torch.stack((number, mark_all(tensors, device)))])
+        return (every == every[0]).all()
 
     def scatter(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
         if wire == ACTS_BACKWARD and self.running != (now := torch._C._current_graph_task_id()):

@@ -59,6 +59,18 @@ class Exchanges(Protocol):
         ...
 
 
+class Watch(Protocol):
+    """Looks at what a user training loop gives to a model."""
+
+    def see(self, tokens: Tensor, given: Mapping[str, Any]) -> None:
+        """Look at a forward's tokens and its other arguments."""
+        ...
+
+    def check(self, kind: str, values: Tensor) -> None:
+        """Look for tokens or labels that are no class."""
+        ...
+
+
 def cut_dim(name: str) -> int | None:
     """Return the dimension along which tensor parts cut the parameter; None: all have it whole."""
     return CUT.get(name.split(".")[-2])
@@ -120,7 +132,7 @@ class Parted(nn.Module):
 
     lanes: tuple[Any, ...]
     exchanges: Exchanges | None
-    watch: Callable[[str, Tensor], None] | None = None  # gets tokens and labels of each forward
+    watch: Watch | None = None
     tp: int
     part: int
     embed: nn.Embedding
@@ -148,7 +160,7 @@ class Parted(nn.Module):
         """Return as `Llama.forward`: the mean cross-entropy, or logits when there are no targets,
         or with `each` every target's scores."""
         assert cache is None, "parts do not generate"
-        self.see(tokens)
+        self.see(tokens, labels=targets, share=share)
         xs = self.enter(tokens)
         for i, (_, block) in enumerate(self.units()):
             xs = self.crossing(i, through(block, xs))
@@ -157,11 +169,12 @@ class Parted(nn.Module):
             return self.whole_logits(self.part_logits(xs))
         return self.leave(xs, targets, share, each)
 
-    def see(self, tokens: Tensor) -> None:
-        """Prepare a forward of these tokens, wherever it begins."""
+    def see(self, tokens: Tensor, **given: Any) -> None:
+        """Prepare a forward of these tokens, wherever it begins. given: its other arguments, under
+        the same names in each part."""
         self.shape = tuple(tokens.shape)
         if self.watch is not None:
-            self.watch("tokens", tokens)
+            self.watch.see(tokens, given)
 
     def enter(self, tokens: Tensor) -> list[Tensor]:
         assert self.exchanges is not None, "join comes first"
@@ -188,7 +201,7 @@ class Parted(nn.Module):
     def scores(self, logits: Sequence[Tensor], targets: Tensor, each: bool = False) -> Tensor:
         """Return the scores of targets [N], as `_PartLoss`."""
         if self.watch is not None:
-            self.watch("labels", targets)
+            self.watch.check("labels", targets)
         made: Tensor = _PartLoss.apply(self.exchanges, targets, self._first(logits), each, *logits)
         return made
 
@@ -224,8 +237,8 @@ class PartLlama(Parted, Llama):  # type: ignore[misc]
         cut_parameters(self, tp)
         self.join((self,), None)
 
-    def see(self, tokens: Tensor) -> None:
-        Parted.see(self, tokens)
+    def see(self, tokens: Tensor, **given: Any) -> None:
+        Parted.see(self, tokens, **given)
         for lane in self.lanes:
             Llama.see(lane, tokens)
 

@@ -132,10 +132,10 @@ class PartModel(Parted):
     def _head(self) -> Tensor:
         return self.lm_head.weight
 
-    def see(self, tokens: Tensor) -> None:
+    def see(self, tokens: Tensor, **given: Any) -> None:
         """Prepare a forward. ValueError where it has more tokens than the model has positions, or
         than its attention sees at once."""
-        super().see(tokens)
+        super().see(tokens, **given)
         own, length = self.model.config, tokens.shape[1]
         for key in ("max_position_embeddings", "sliding_window"):
             most = getattr(own, key, None)
@@ -178,8 +178,8 @@ class LoopModel(PartModel):
     def units(self) -> list[tuple[str, nn.Module]]:  # type: ignore[override]
         return [(f"model.layers.{i}", layer) for i, layer in enumerate(self.model.layers)]
 
-    def see(self, tokens: Tensor) -> None:
-        Parted.see(self, tokens)
+    def see(self, tokens: Tensor, **given: Any) -> None:
+        Parted.see(self, tokens, **given)
 
     def forward(  # type: ignore[override]
         self,
@@ -198,7 +198,13 @@ class LoopModel(PartModel):
         of_loss = {key: more.pop(key) for key in _OF_LOSS if key in more}
         self._check(input_ids, more, bool(use_cache))
         assert input_ids is not None
-        self.see(input_ids)
+        self.see(
+            input_ids,
+            labels=labels,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            others={**more, **of_loss},
+        )
         rows = self._embed(input_ids).view(*input_ids.shape, -1)  # the first layer sums all parts'
         hidden = self.model(
             inputs_embeds=rows,
