@@ -6,8 +6,9 @@ no collective of torch's runs between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 from zlib import crc32
 
@@ -157,6 +158,31 @@ class LoopParts(OwnPart):
                 dim = cut_dim(names[id(p.sharded_param)])
                 part = Replicate() if dim is None else Shard(dim)
                 place_in_whole(p, mesh, (part, Shard(0)))
+
+    def guard(self, units: Iterable[str], entered: Callable[[], bool]) -> None:
+        """Refuse, by ValueError, to compile the model or its units, and to run what has parameters
+        unless a forward of the model was `entered`, which gathers them."""
+        within = tuple(f"{name}." for name in units)
+
+        def look(name: str, *_: Any) -> None:
+            if torch.compiler.is_compiling():
+                refuse(name)
+            elif name and not entered():
+                raise ValueError(
+                    f"tp={self.tp}: the model's {name} was called by itself, where it has a part "
+                    "of its parameters alone: call the model"
+                )
+
+        @torch.compiler.disable  # so that the error is the user's, not the compiler's
+        def refuse(name: str) -> None:
+            raise ValueError(
+                f"tp={self.tp} is not built for torch.compile, here of {name or 'the model'}: "
+                "leave it out"
+            )
+
+        for name, module in self.model.named_modules():
+            if not name.startswith(within) and any(True for _ in module.parameters()):
+                module.register_forward_pre_hook(partial(look, name), prepend=True)
 
     def see(self, tokens: Tensor, given: Mapping[str, Any]) -> None:
         """Look at a forward's tokens and its other arguments. ValueError where parts cannot share

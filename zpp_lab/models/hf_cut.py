@@ -203,7 +203,7 @@ class LoopModel(PartModel):
             labels=labels,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            others={**more, **of_loss},
+            **{"other arguments": {**more, **of_loss}},
         )
         rows = self._embed(input_ids).view(*input_ids.shape, -1)  # the first layer sums all parts'
         hidden = self.model(
@@ -264,6 +264,12 @@ class LoopModel(PartModel):
     def generate(self, *_: Any, **__: Any) -> Any:
         """Refuse, by ValueError: without a cache it would run, but on multiples of `tp` tokens."""
         raise ValueError(f"tp={self.tp} is not built for generate(): {_TO_GENERATE}")
+
+    def resize_token_embeddings(self, *_: Any, **__: Any) -> Any:
+        """Refuse, by ValueError: each part has rows of the vocabulary."""
+        raise ValueError(
+            f"tp={self.tp}: call resize_token_embeddings before zpp_lab.shard has cut the model"
+        )
 
 
 _TO_GENERATE = "to generate, save the weights and load them with tp=1"

@@ -112,6 +112,8 @@ class Loop:
             parts.parameters = self.parameters
         for module in self.modules:
             on_forward(module, before=self._before, after=self._after)
+        if parts is not None:
+            parts.guard(wrapped.by_name, lambda: self.outer is not None)
         for unit in wrapped.installed:
             unit.inside[0].arrive = self._outside
         for reduce in wrapped.reduces:
