@@ -514,6 +514,20 @@ def refusals() -> dict[str, str]:
     model.head.weight.grad = None
     found["torch's key"] = refused(optimizer.step)
 
+    for step in ("before", "after"):  # a step
+        model, own = fresh(place="device")
+        optimizer = own.adamw()
+        if step == "after":
+            model(*rows).backward()
+            optimizer.step()
+        model.half()
+        found[f"halved {step}"] = refused(lambda m=model: m(*rows))  # type: ignore[misc]
+    model, own = fresh(place="device")
+    optimizer = own.adamw()
+    model(*rows).backward()
+    model.half()
+    found["halved then"] = refused(optimizer.step)
+
     model, own = fresh(place={"gradients": 3})
     optimizer = own.adamw()
     loss = model(*rows)
