@@ -348,7 +348,7 @@ def shard(
             f"recipe {config.name}: memory.kind=residual needs a mesh of all ranks without other "
             "dimensions: leave it out, or shard over all of them"
         )
-    cells = {first: each.cell(part) if each.parts else each for first, each in plans.items()}
+    cells = {first: each.cell(part) for first, each in plans.items()}
     placing = None
     if places:
         if not picked.whole:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -99,11 +99,16 @@ class ActsEncoder:
     part's observer, which gets the errors of what the part encodes; None without telemetry.
     """
 
-    def __init__(self, recipe: Recipe, tp: int, clock: Clock, ledger: Ledger) -> None:
-        self.recipe, self.tp, self.clock, self.ledger = recipe, tp, clock, ledger
+    def __init__(self, plan: Any, clock: Clock, ledger: Ledger) -> None:
+        self.plan, self.tp, self.clock, self.ledger = plan, plan.tp, clock, ledger
         self.reader, self.plain = 0, False
         self.layouts: dict[tuple[str, int, Codec], Layout] = {}
         self.observe: Callable[[int], EncodeObserver | None] = lambda part: clock.observer
+
+    def follow(self, plan: Any) -> None:
+        """Take the plan of another phase."""
+        assert plan is not None
+        self.plan = plan
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -115,7 +120,7 @@ class ActsEncoder:
             self.plain = before
 
     def layout(self, wire: Wire, place: str, numel: int, dtype: torch.dtype) -> Layout:
-        codec = RawCodec(dtype) if self.plain else self.recipe.acts_codec(wire)
+        codec = RawCodec(dtype) if self.plain else self.plan.recipe.acts_codec(wire)
         key = place, numel, codec
         if key not in self.layouts:
             self.layouts[key] = acts_layout(*key)
@@ -140,21 +145,18 @@ class Parts(ActsEncoder):
     """The exchanges between the tensor parts that read one batch. Lists have a tensor for each
     part, in order; with a `transport` between processes they have one, of this process's part."""
 
+    plan: PartsPlan
+
     def __init__(
         self, plan: PartsPlan, clock: Clock, ledger: Ledger, transport: Transport | None = None
     ) -> None:
-        super().__init__(plan.recipe, plan.tp, clock, ledger)
-        self.plan, self.transport = plan, transport
+        super().__init__(plan, clock, ledger)
+        self.transport = transport
         self.own = range(plan.tp) if transport is None else (transport.rank,)
-
-    def follow(self, plan: PartsPlan | None) -> None:
-        """Take the plan of another phase."""
-        assert plan is not None
-        self.plan, self.recipe = plan, plan.recipe
 
     def gather(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
         """Slices [n, dim] of these parts → all tokens [tp · n, dim], for each of them."""
-        tp, layout = self.plan.tp, self.layout(wire, place, xs[0].numel(), xs[0].dtype)
+        tp, layout = self.tp, self.layout(wire, place, xs[0].numel(), xs[0].dtype)
         payload = xs[0].new_empty(tp, layout.nbytes, dtype=torch.uint8)
         leg = None
         if self.transport is not None:
@@ -171,7 +173,7 @@ class Parts(ActsEncoder):
 
     def scatter(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
         """Terms [tp · n, dim] of these parts → each one's slice [n, dim] of the sum over all."""
-        tp, rows = self.plan.tp, xs[0].shape[0] // self.plan.tp
+        tp, rows = self.tp, xs[0].shape[0] // self.tp
         # slices travel on the same wire at the same place: terms have noise and errors of their own
         layout = self.layout(wire, f"{place}.sum", xs[0].numel() // tp, xs[0].dtype)
         payloads = xs[0].new_empty(tp, len(self.own), layout.nbytes, dtype=torch.uint8)
@@ -191,16 +193,15 @@ class Parts(ActsEncoder):
 
     def raw(self, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
         """Values of these parts → those of all parts, [tp, *], for each of them."""
-        tp = self.plan.tp
         if self.transport is None:
             self._count(TP_RAW, None, xs[0].nbytes)
             return [torch.stack(list(xs)) for _ in xs]
         (own,) = xs
-        payload = own.new_empty(tp, own.nbytes, dtype=torch.uint8)
+        payload = own.new_empty(self.tp, own.nbytes, dtype=torch.uint8)
         leg = self.transport.gathering(payload, "world", f"{TP_RAW} of {place} (tensor parts)")
         leg.room.copy_(own.contiguous().view(-1).view(torch.uint8))
         self._count(TP_RAW, leg.send(), own.nbytes)
-        return [payload.view(own.dtype).view(tp, *own.shape)]
+        return [payload.view(own.dtype).view(self.tp, *own.shape)]
 
     def sum(self, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
         """Sum fp32 values over all parts in their order, from +0, for each of these parts."""
@@ -217,7 +218,6 @@ class Parts(ActsEncoder):
         return total
 
     def _count(self, wire: Wire, sent: Traffic | None, each: int) -> None:
-        if self.plain:
-            return
-        tp = self.plan.tp
-        self.ledger.add(wire, sent if sent is not None else Traffic(tp * (tp - 1) * each, 0))
+        if not self.plain:
+            every = Traffic(self.tp * (self.tp - 1) * each, 0)
+            self.ledger.add(wire, every if sent is None else sent)

@@ -75,14 +75,11 @@ class Pipe(ActsEncoder):
     """The crossings. Lists have a tensor for each tensor part that is here, in order; `own`: which
     these are. `stage`: the one that computes, where one process has several."""
 
-    def __init__(self, plan: PipePlan, clock: Clock, ledger: Ledger, own: Sequence[int]) -> None:
-        super().__init__(plan.recipe, plan.tp, clock, ledger)
-        self.plan, self.own, self.stage = plan, own, 0
+    plan: PipePlan
 
-    def follow(self, plan: PipePlan | None) -> None:
-        """Take the plan of another phase."""
-        assert plan is not None
-        self.plan, self.recipe = plan, plan.recipe
+    def __init__(self, plan: PipePlan, clock: Clock, ledger: Ledger, own: Sequence[int]) -> None:
+        super().__init__(plan, clock, ledger)
+        self.own, self.stage = own, 0
 
     def out(self, place: str, stage: int, xs: Sequence[Tensor]) -> list[Tensor]:
         """Encode what `stage` gives the next one, as fp32 [bytes / 4]."""

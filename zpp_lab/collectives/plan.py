@@ -343,6 +343,8 @@ class Plan:
 
     def cell(self, part: int) -> Plan:
         """Return the plan of one tensor part's cell, without what parts exchange."""
+        if self.parts is None:
+            return self
         units = []
         for u in self.units:
             own = [replace(p, part=part if p.parts > 1 else 0) for p in u.unit.parameters]

@@ -56,8 +56,7 @@ def cell_of(cluster: ClusterConfig, device: torch.device) -> Ranks | None:
 
 
 class OwnPart(Parts):
-    """The exchanges of this rank's part, number `part` of those that read its batch; `joined` makes
-    one."""
+    """The exchanges of this rank's part, number `part` of those that read its batch."""
 
     def __init__(
         self, model: Parted, plan: Plan, cluster: ClusterConfig, clock: Clock, watchdog: Watchdog
@@ -71,15 +70,6 @@ class OwnPart(Parts):
         every = [p for unit in plan.units for p in unit.unit.parameters]
         self.shared = {p.name: p.shard_numel for p in every if p.parts == 1}
         model.join((model,), self)
-
-    @classmethod
-    def joined(
-        cls, model: nn.Module, plan: Plan, cluster: ClusterConfig, clock: Clock, watchdog: Watchdog
-    ) -> OwnPart | None:
-        """Join the model's part with the others; None for a whole model."""
-        if not isinstance(model, Parted):
-            return None
-        return cls(model, plan, cluster, clock, watchdog)
 
     def add_shared(self, grads: dict[str, Tensor]) -> None:
         """Sum the shards of gradients of parameters that all parts have, in one exchange."""

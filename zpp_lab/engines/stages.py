@@ -161,25 +161,19 @@ class OwnStages:
     def scores(self, batch: Batch) -> Tensor:
         """Return the scores of a batch's counted targets where the last stage is, else none; every
         rank of the pipeline calls it."""
+        found, ranks = torch.empty(2, 0, device=self.device), self.ranks
         with meeting(BETWEEN):
-            return self._scores(batch)
-
-    def _scores(self, batch: Batch) -> Tensor:
-        found = torch.empty(2, 0, device=self.device)
-        for stage in self.model.own:
-            x = None
-            if stage:
-                x = torch.empty(self._shape(batch), dtype=self.dtype, device=self.device)
-                dist.recv(x, self._rank(stage - 1), group=self.group)
-            out = self.model(x, *batch, each=True, stage=stage)
-            if stage < self.count - 1:
-                dist.send(out.contiguous(), self._rank(stage + 1), group=self.group)
-            else:
-                found = out[:, batch[1].flatten() != IGNORED]
+            for stage in self.model.own:
+                x = None
+                if stage:
+                    x = torch.empty(self._shape(batch), dtype=self.dtype, device=self.device)
+                    dist.recv(x, ranks[(stage - 1) % len(ranks)], group=self.group)
+                out = self.model(x, *batch, each=True, stage=stage)
+                if stage < self.count - 1:
+                    dist.send(out.contiguous(), ranks[(stage + 1) % len(ranks)], group=self.group)
+                else:
+                    found = out[:, batch[1].flatten() != IGNORED]
         return found
-
-    def _rank(self, stage: int) -> int:
-        return self.ranks[stage % len(self.ranks)]
 
 
 class _Chunk(nn.Module):

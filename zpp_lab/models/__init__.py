@@ -87,7 +87,7 @@ def build_parts(
         vocab = rows_of_vocabulary(cfg, vocab_size)
         check_cut(cfg, vocab, tp, decoder_sizes(cfg))
         with torch.device("meta"):
-            parts = [PartLlama(replace(cfg), vocab, tp, part) for part in range(tp)]
+            parts = [PartLlama(cfg, vocab, tp, part) for part in range(tp)]
     for model in parts if torch.device(device).type != "meta" else ():
         materialize(model, device)
         fill(model, model.start(seed), whole, lambda p: p)

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.wires import ACTS_BACKWARD, ACTS_FORWARD, Wire
 from zpp_lab.models.generate import Cache
-from zpp_lab.models.llama import Block, Llama, Rope, through
+from zpp_lab.models.llama import Block, Llama, through
 from zpp_lab.models.loss import IGNORED, times
 from zpp_lab.models.start import SeededStart, Start, places
 
@@ -243,12 +243,16 @@ class PartLlama(Parted, Llama):  # type: ignore[misc]
             Llama.see(lane, tokens)
 
     def start(self, seed: int) -> Start:
-        with torch.device("meta"):
-            model = Llama(self.cfg, self.vocab_size)
-        start = model.start(seed)
-        if isinstance(start, SeededStart):
-            start.device = next(self.parameters()).device
-        return PartStart(start, self)
+        return PartStart(whole_start(self, seed), self)
+
+
+def whole_start(model: Llama, seed: int) -> Start:
+    """Return the start of the whole decoder of which `model` is a part; on its device."""
+    with torch.device("meta"):
+        start = Llama(model.cfg, model.vocab_size).start(seed)
+    if isinstance(start, SeededStart):
+        start.device = next(model.parameters()).device
+    return start
 
 
 class PartPieces(nn.Module):
@@ -262,9 +266,10 @@ class PartPieces(nn.Module):
     def forward(self, *xs: Tensor) -> Any:
         (norm, first), (_, second) = self.pieces
         normed = [getattr(b, norm)(x) for b, x in zip(self.lanes, xs, strict=True)]
-        xs, normed = self._between(xs, self._exchanged(first, normed))
-        sums = self._exchanged(second, normed)
-        xs = tuple(x + y for x, y in zip(xs, sums, strict=True))
+        sums = self._exchanged(first, normed)
+        pairs = [b.between(x, y) for b, x, y in zip(self.lanes, xs, sums, strict=True)]
+        sums = self._exchanged(second, [normed for _, normed in pairs])
+        xs = tuple(x + y for (x, _), y in zip(pairs, sums, strict=True))
         return xs if len(xs) > 1 else xs[0]
 
     def between(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,12 +283,6 @@ class PartPieces(nn.Module):
         made: Tensor = getattr(self, body)(x)
         return made
 
-    def _between(
-        self, xs: Sequence[Tensor], sums: Sequence[Tensor]
-    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        both = [b.between(x, y) for b, x, y in zip(self.lanes, xs, sums, strict=True)]
-        return tuple(x for x, _ in both), [normed for _, normed in both]
-
     def _exchanged(self, body: str, normed: Sequence[Tensor]) -> list[Tensor]:
         """Run a body on all tokens: each lane's slice of the sum."""
         (model,), place = self.model, f"{self.place}.{body}"
@@ -296,9 +295,6 @@ class PartPieces(nn.Module):
 
 class PartBlock(PartPieces, Block):  # type: ignore[misc]
     """A decoder layer of one part."""
-
-    def __init__(self, cfg: ModelConfig, rope: Rope) -> None:
-        Block.__init__(self, cfg, rope)
 
     def regions(self) -> list[tuple[nn.Module, str]]:
         """Return what is compiled, as modules and methods: what lies between two exchanges, but for
@@ -368,38 +364,25 @@ def part_state(state: Mapping[str, Any], tp: int, part: int) -> dict[str, Any]:
 
 def gather(exchanges: Exchanges, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
     """Bring all tokens to every lane; backward sums their gradients."""
-    return list(_Gather.apply(exchanges, place, *xs))
+    return list(_Exchange.apply(exchanges.gather, exchanges.scatter, place, *xs))
 
 
 def scatter(exchanges: Exchanges, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
     """Sum all parts' terms, a slice of the tokens for each lane; backward gathers gradients."""
-    return list(_Scatter.apply(exchanges, place, *xs))
+    return list(_Exchange.apply(exchanges.scatter, exchanges.gather, place, *xs))
 
 
-class _Gather(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchanges: Exchanges, place: str, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchanges, ctx.place = exchanges, place
-        return tuple(exchanges.gather(ACTS_FORWARD, place, [x.contiguous() for x in xs]))
-
-    @staticmethod
-    @once_differentiable  # type: ignore[misc]
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        own = [g.contiguous() for g in grads]
-        return None, None, *ctx.exchanges.scatter(ACTS_BACKWARD, ctx.place, own)
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchanges: Exchanges, place: str, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchanges, ctx.place = exchanges, place
-        return tuple(exchanges.scatter(ACTS_FORWARD, place, [x.contiguous() for x in xs]))
+    def forward(ctx: Any, ahead: Any, back: Any, place: str, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.back, ctx.place = back, place
+        return tuple(ahead(ACTS_FORWARD, place, [x.contiguous() for x in xs]))
 
     @staticmethod
     @once_differentiable  # type: ignore[misc]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         own = [g.contiguous() for g in grads]
-        return None, None, *ctx.exchanges.gather(ACTS_BACKWARD, ctx.place, own)
+        return None, None, None, *ctx.back(ACTS_BACKWARD, ctx.place, own)
 
 
 class _PartLoss(torch.autograd.Function):

@@ -7,16 +7,15 @@ other. Every rank of a pipeline has the batch, so that none but activations trav
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zpp_lab.config.model import ModelConfig
-from zpp_lab.models.cut import PartLlama, check_cut, decoder_sizes
+from zpp_lab.models.cut import PartLlama, check_cut, decoder_sizes, whole_start
 from zpp_lab.models.llama import Llama, rows_of_vocabulary, through
-from zpp_lab.models.start import SeededStart, Start
+from zpp_lab.models.start import Start
 
 
 def blocks_of(layers: int, stages: int, stage: int) -> range:
@@ -89,11 +88,7 @@ class StageLlama(_Staged):
     """Some stages of the whole decoder."""
 
     def start(self, seed: int) -> Start:
-        with torch.device("meta"):
-            start = Llama(self.cfg, self.vocab_size).start(seed)
-        if isinstance(start, SeededStart):
-            start.device = next(self.parameters()).device
-        return start
+        return whole_start(self, seed)
 
 
 class StagePart(_Staged, PartLlama):  # type: ignore[misc]
@@ -108,12 +103,10 @@ def build_stage(
     with torch.device("meta"):
         if tp > 1:
             check_cut(cfg, vocab, tp, decoder_sizes(cfg))
-            model: Any = StagePart(replace(cfg), vocab, tp, part)
+            model: Any = StagePart(cfg, vocab, tp, part)
         else:
-            model = StageLlama(replace(cfg), vocab)
+            model = StageLlama(cfg, vocab)
         model.keep(own, stages)
-    if tp > 1:
-        model.join((model,), None)
     return model
 
 

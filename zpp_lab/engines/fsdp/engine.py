@@ -51,6 +51,7 @@ from zpp_lab.engines.parts import OwnPart, Regions, by_stage, cell_of
 from zpp_lab.engines.rollout import Policy, captures, check_mark, eager
 from zpp_lab.engines.units import ROOT, far_names, named_units, with_root
 from zpp_lab.engines.watch import gathered_in_vain, unit_not_finite
+from zpp_lab.models.cut import Parted
 from zpp_lab.models.loss import counted, token_scores
 from zpp_lab.models.objective import objective
 from zpp_lab.models.start import Start, fill, materialize
@@ -90,7 +91,7 @@ class FsdpEngine(Engine):
         part = getattr(model, "part", 0)  # of the tensor parts
         stage = config.cluster.place(dist.get_rank())["pp"]
         self.owns = {first: each.stage(stage) for first, each in self.plans.items()}
-        own = {f: p.cell(part) if p.parts else p for f, p in self.owns.items()}
+        own = {first: each.cell(part) for first, each in self.owns.items()}
         self.base = FrozenBase(model, plan)
         self.residence = Residence.of(config)
         self.far = far_names(plan, self.residence)
@@ -109,9 +110,10 @@ class FsdpEngine(Engine):
             offload=self.residence.offloads,
             ranks=cell_of(config.cluster, device),
         )
-        watchdog = self.transport.watchdog
-        staged = self.owns[0]
-        self.parts = OwnPart.joined(model, staged, config.cluster, self.wrapped.clock, watchdog)
+        self.parts: OwnPart | None = None
+        if isinstance(model, Parted):
+            clock, watchdog = self.wrapped.clock, self.transport.watchdog
+            self.parts = OwnPart(model, self.owns[0], config.cluster, clock, watchdog)
         # no reduction overlaps the next where each one's gradients are used at once
         self.wrapped.under_way.open = not (self.residence.gradients or self.residence.by_unit)
         if self.residence.weights:

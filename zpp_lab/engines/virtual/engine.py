@@ -92,12 +92,10 @@ class VirtualEngine(Engine):
         self._make_passes()
 
     def _cell(self, weights: dict[str, nn.Parameter], stage: int, part: int) -> Cell:
-        plans = {first: plan.stage(stage) for first, plan in self.plans.items()}
+        plans = {first: plan.stage(stage).cell(part) for first, plan in self.plans.items()}
         if self.pipe is not None:
             own = {p.name for u in plans[0].units for p in u.unit.parameters}
             weights = {name: p for name, p in weights.items() if name in own}
-        if self.parts is not None:
-            plans = {first: plan.cell(part) for first, plan in plans.items()}
         return Cell(weights, plans, self.config)
 
     @property
