@@ -24,6 +24,7 @@ from tests.engines.cells_world import (
     size,
     twin,
 )
+from tests.engines.fsdp_jobs import complaint
 from tests.engines.fsdp_world import run_world
 from tests.engines.test_parts import batch
 from tests.engines.test_stages import Shape
@@ -31,13 +32,17 @@ from zpp_lab.codecs.layout import Layout
 from zpp_lab.collectives.acts import ActsEncoder, Parts
 from zpp_lab.collectives.transport import ProcessGroups
 from zpp_lab.config.wires import ACTS_BACKWARD, ACTS_FORWARD, ACTS_PIPE, WIRES, Wire
+from zpp_lab.engines.base import Engine
+from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.parts import OwnPart
 from zpp_lab.models.cut import PartPieces
 from zpp_lab.models.llama import Attention
 from zpp_lab.models.params import param_class
+from zpp_lab.train.memory.estimate import passes_under_way
 
 PARTS: Shape = (1, 4, 2, 1)
 BOTH: Shape = (1, 4, 2, 2)
+STAGES: Shape = (2, 2, 1, 2)
 
 
 def of_all(value: Any) -> list[Any]:
@@ -87,8 +92,23 @@ def _members(group: Any) -> int:
 
 def seen(shape: Shape, case: str) -> dict[str, bool]:
     """Whether torch's groups sent what ledger and plan say, wire by wire, and beside that only
-    losses and norms. Each check by name."""
+    losses and norms; and whether as many passes are under way as the estimate of memory counts.
+    Each check by name."""
     engine, groups, watched = real(case, shape), Groups(), ProcessGroups.watched
+    passes = [0, 0]  # under way: now, at most
+    if (stages := engine.stages) is not None:
+        forward, after = stages.forward, stages.after_backward
+
+        def begun(*args: Any) -> Tensor:
+            passes[0] += 1
+            passes[1] = max(passes)
+            return forward(*args)
+
+        def ended(*args: Any) -> None:
+            passes[0] -= 1
+            after(*args)
+
+        stages.forward, stages.after_backward = begun, ended  # type: ignore[method-assign]
     engine.step(0, 1e-2, partial(batch, 0), False)  # torch's schedule asks its neighbours first
 
     def labelled(self: ProcessGroups, label: str, device: torch.device) -> Any:
@@ -101,15 +121,26 @@ def seen(shape: Shape, case: str) -> dict[str, bool]:
     total: Counter[str] = sum((Counter(own) for own in of_all(groups.sent)), Counter())
     world, values = dist.get_world_size(), 8 * (engine.plan.micro_steps + 1)
     others = total.pop("", 0)
+    cluster = engine.config.cluster
+    place = cluster.place(dist.get_rank())["pp"]
+    most = passes_under_way(engine.config, cluster.pp, place) if stages else 0
     return {
         "ledger": total == Counter({wire: sum(sent) for wire, sent in found.items() if sum(sent)}),
         "plan": found == engine.plan.step_bytes(),
         "losses and norms": others == world * (world - 1) * values,
         "none of DTensor": not any("functional" in name for name in groups.calls),
+        "passes": all(of_all(passes == [0, most])),
     }
 
 
-@pytest.mark.parametrize(("shape", "case"), [(PARTS, "mixed"), (BOTH, "acts8")], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "case"),
+    [
+        *((PARTS, "mixed"), (BOTH, "acts8")),
+        *((STAGES, "mixed"), (STAGES, "gpipe"), (STAGES, "interleaved")),
+    ],
+    ids=str,
+)
 def test_groups_saw_the_bytes_of_ledger_and_plan(shape: Shape, case: str) -> None:
     said = run_world(size(shape), seen, shape, case)
     assert said == dict.fromkeys(said, True)
@@ -183,6 +214,31 @@ def test_payloads_decode_to_what_telemetry_says(shape: Shape, case: str) -> None
 
 
 # ---------------------------------------------------------------------- faults
+
+
+def poisoned(shape: Shape, case: str, name: str, value: float) -> list[str]:
+    """What both engines say of a step with this weight; of tensor parts in the last one."""
+    engine, virtual = real(case, shape), twin(case, shape)
+    place, last = engine.config.cluster.place(dist.get_rank()), virtual.tp - 1
+    with torch.no_grad():
+        for i, cell in enumerate(virtual.cells):
+            if i % virtual.tp == last and name in cell.master:
+                cell.master[name].fill_(value)
+        if place["tp"] == last and name in engine.parameters:
+            local(engine.parameters[name]).fill_(value)
+    both: tuple[Engine, ...] = engine, virtual
+    return [complaint(partial(one.step, 0, 1e-2, partial(batch, 0), False)) for one in both]
+
+
+@pytest.mark.parametrize(("shape", "case"), [(PARTS, "acts8"), (STAGES, "mixed")], ids=str)
+@pytest.mark.parametrize(
+    ("name", "value"), [("head.weight", 1e38), ("layers.1.mlp.w_up.weight", float("nan"))], ids=str
+)
+def test_both_engines_find_the_same_value_that_is_not_finite(
+    shape: Shape, case: str, name: str, value: float
+) -> None:
+    real_one, virtual_one = run_world(4, poisoned, shape, case, name, value)
+    assert real_one == virtual_one != "nothing"
 
 
 def own_slice(self: Parts, wire: Wire, place: str, xs: Any) -> list[Tensor]:

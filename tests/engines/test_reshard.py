@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.engines.cells_world import BF16, Q8, size, steps
+from tests.engines import cells_world
+from tests.engines.cells_world import BF16, Q8, real, size, steps, twin
 from tests.engines.fsdp_world import run_world
-from tests.engines.test_cells import BOTH, PARTS, of_all
-from tests.engines.test_parts import VOCAB, configured, same, train
-from tests.engines.test_stages import Shape
+from tests.engines.test_cells import BOTH, PARTS, STAGES, of_all
+from tests.engines.test_parts import VOCAB, configured, made, same, train
+from tests.engines.test_stages import Shape, staged
 from tests.small_runs import contents, small
 from tests.train.test_trainer import last_checkpoint, without_times
 from zpp_lab.config.schema import Config
@@ -94,6 +96,51 @@ def test_one_process_writes_the_same_files_whatever_the_shape(tmp_path: Path) ->
         state = Saved(store.path(2)).state()
     assert found == [found[0]] * len(found)
     assert found[0]
+
+
+def written(folder: str, shape: Shape, case: str) -> dict[str, bool]:
+    """What tensor parts or stages save: they resume from it, as the virtual engine does, and a
+    whole model reads it. Each check by name."""
+    torch.use_deterministic_algorithms(True)
+    pp, more = shape[3], dict((cells_world.STAGES if shape[3] > 1 else cells_world.PARTS)[case][1])
+    more.pop("engine", None)
+    build = partial(staged, (1, 4, 1, 1)) if pp > 1 else partial(made, (1, 4, 1))
+    first, model, whole = real(case, shape), build({}, **more), build({}, **more)
+    store = Checkpoints(Path(folder), 2, shared=True)
+
+    def saved(step: int) -> Saved:
+        store.save(step, first.state_dict())
+        store.wait()
+        dist.barrier()
+        return Saved(store.path(step))
+
+    train(model, 0, 1)
+    before = model.state_dict()
+    first.load_state_dict(before)
+    back = saved(1).state()
+    found = {"the same tensors": same({k: back[k] for k in before}, before)}
+    steps(first, 1, 3)
+    read = saved(3)
+    undisturbed, other, virtual = steps(first, 3, 5), real(case, shape), twin(case, shape)
+    found["step"] = other.load_checkpoint(read) == 3
+    virtual.load_state_dict(read.state())
+    found["goes on"] = steps(other, 3, 5) == undisturbed == steps(virtual, 3, 5)
+    whole.load_state_dict(read.state())
+    found["whole"] = same(whole.state_dict(), read.state())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "case"),
+    [(PARTS, "mixed"), (PARTS, "qwen2"), (BOTH, "acts8"), (STAGES, "interleaved")],
+    ids=str,
+)
+def test_checkpoints_hold_whole_tensors_whatever_the_shape(
+    shape: Shape, case: str, tmp_path: Path
+) -> None:
+    said = run_world(4, written, str(tmp_path), shape, case)
+    assert said == dict.fromkeys(said, True)
+    assert len(said) == 4
 
 
 class Stopped:
