@@ -352,6 +352,7 @@ train data.tokenizer=hf data.tokenizer_path=empty => tokenizer.json
 train model.path=models/llama model.weights=pretrained => .safetensors
 train model=13b model.path=models/llama model.weights=pretrained --dry-run => model.vocab_size
 plan model=13b model.path=models/llama model.weights=pretrained => model.vocab_size | model=hf
+plan --gpus 8 model=13b model.path=models/llama model.weights=pretrained => model.vocab_size
 train model.start=runs/goood => runs/good
 train model.start=runs => runs/good
 train model.start=bad/data_empty/zero3/seed1 => bad/data_empty/zero3/seed1/data.json

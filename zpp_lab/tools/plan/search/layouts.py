@@ -25,6 +25,7 @@ from zpp_lab.tools.plan.cost import show as time_shown
 from zpp_lab.tools.plan.cost.machine import Machine, load_machine
 from zpp_lab.tools.plan.cost.timeline import StepTime
 from zpp_lab.tools.plan.planner import NO_GPU, device_memory, host_memory, sequences
+from zpp_lab.train.inputs import check_shape
 from zpp_lab.train.memory.buffers import GIB
 from zpp_lab.train.memory.outlook import Outlook
 
@@ -108,6 +109,7 @@ def layouts(
     memory is assumed (`device_memory`). ValueError where nodes do not divide the GPUs, or there is
     no layout at all."""
     base, every = _clusters(overrides, gpus)
+    check_shape(base)
     gpu_gib = gpu_gib or base.engine.gpu_gib
     device, assumed = device_memory(gpu_gib)
     found, why = list[Layout](), dict[str, list[str]]()
