@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from zpp_lab.config.codec import CodecConfig, ExemptConfig
 from zpp_lab.config.compose import compose
 from zpp_lab.config.schema import RecipeConfig, RuleConfig
 from zpp_lab.config.wires import wires_among
+from zpp_lab.tools.plan.cost.machine import Bus, load_machine
 from zpp_lab.tools.plan.search import command, fastest
 from zpp_lab.tools.plan.search.shown import recipe_overrides
 from zpp_lab.tools.plan.search.space import Space
+from zpp_lab.train.memory.buffers import GIB
 
 from .problems import GIVEN, study
 
@@ -86,6 +89,18 @@ def test_with_a_study(capsys, tmp_path: Path) -> None:
     assert found["max_gap"] == 0.01
     assert [r for r in found["rows"] if r["kind"] == "not measured"]
     assert "model tiny (here 125m)" in " ".join(found["notes"])
+
+
+def test_plans_fit_the_memory_of_the_host(capsys, tmp_path: Path) -> None:
+    path = tmp_path / "bus.json"
+    replace(load_machine("h200"), bus=Bus(50e9, 50e9, 90e9, 0.5)).save(path)
+    words = ["--machine", str(path), "engine=fsdp", "engine.place=host", "train.masters=split"]
+    most = max(row["host"] for row in planned(capsys, *words)["rows"])
+    found = planned(capsys, *words, f"engine.host_gib={most / GIB}")  # of which a part is pinned
+    assert 0 < found["chosen"]["host"] <= found["host_limit"] < most
+    assert any(row["host"] == most and not row["fits"] for row in found["rows"])
+    assert main([*WORDS, *LIMITS, *words, "engine.host_gib=0.001"]) == 2
+    assert "engine.host_gib" in capsys.readouterr().err
 
 
 RULE = RuleConfig(name="*.o.weight", exempt=True, set=CodecConfig(bits=8))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import plan_of, vocabulary
-from zpp_lab.tools.plan.cost.machine import load_machine
+from zpp_lab.tools.plan.cost.machine import Bus, load_machine
 from zpp_lab.tools.plan.cost.step import predict
 from zpp_lab.tools.plan.search.fastest import Parts
 from zpp_lab.tools.plan.search.space import Candidate, Space
@@ -17,17 +18,18 @@ from zpp_lab.train.memory.estimate import estimate
 
 from .problems import base
 
-MACHINE = load_machine("h200")
+MACHINE = replace(load_machine("h200"), bus=Bus(50e9, 50e9, 90e9, 0.5))
 SHAPES = [
     ("cluster=1x4",),
     ("cluster=2x2", "train.micro_steps=2"),
     ("cluster=2x4", "engine.ordered=true", "model.tied_head=true"),
+    ("cluster=2x2", "engine.place=host", "train.masters=split"),
 ]
 
 
 def memory(config: Config) -> tuple[float, ...]:
     found = estimate(plan_of(config), config, vocabulary(config))
-    return tuple(found.at(moment) for moment in MOMENTS)
+    return found.host, *(found.at(moment) for moment in MOMENTS)
 
 
 def busy(config: Config) -> tuple[float, ...]:

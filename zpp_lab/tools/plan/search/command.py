@@ -16,7 +16,7 @@ from zpp_lab.config.compose import compose
 from zpp_lab.config.parser import one_link
 from zpp_lab.config.schema import Config
 from zpp_lab.tools.plan.cost.machine import load_machine
-from zpp_lab.tools.plan.planner import NO_GPU, device_memory
+from zpp_lab.tools.plan.planner import NO_GPU, device_memory, host_memory
 from zpp_lab.tools.plan.search.fastest import NothingFits, Problem, search
 from zpp_lab.tools.plan.search.limits import LossLimit, read_limit
 from zpp_lab.tools.plan.search.shown import WIDTH, as_dict, label, show
@@ -81,6 +81,7 @@ def _problem(config: Config, wanted: Wanted) -> Problem:
         raise ValueError("engine=deepspeed: --fastest plans engine=fsdp: leave it out")
     base = replace(config, engine=replace(config.engine, name="fsdp"))
     device, assumed = device_memory(wanted.gpu_gib or base.engine.gpu_gib)
+    host = host_memory(base, wanted.gpu_gib)
     if wanted.machine is None:
         raise ValueError(
             "--fastest needs --machine: a file that `zpp-lab bench calibrate` wrote, or the name "
@@ -89,7 +90,9 @@ def _problem(config: Config, wanted: Wanted) -> Problem:
     machine, link = load_machine(wanted.machine), _link(base, wanted.link_gbps)
     untested = wanted.allow == "untested"
     limit = _limit(wanted)
-    return Problem(base, machine, link, device, limit, assumed=assumed, untested=untested)
+    return Problem(
+        base, machine, link, device, limit, assumed=assumed, untested=untested, host=host
+    )
 
 
 def _link(base: Config, text: str | None) -> float | None:
@@ -123,27 +126,32 @@ def _limit(wanted: Wanted) -> LossLimit | None:
 def _nothing_fits(problem: Problem, error: NothingFits) -> str:
     closest = error.closest
     text = (
-        f"no plan fits {problem.device / GIB:.1f} GiB a GPU; the closest needs "
-        f"{closest.peak / GIB:.1f} GiB ({label(closest.candidate)})"
+        f"no plan fits {problem.device / GIB:.1f} GiB a GPU{_host(problem.host)}; the closest "
+        f"needs {closest.peak / GIB:.1f} GiB{_host(closest.host)} ({label(closest.candidate)})"
     )
     if error.others:
         who = "need --allow untested" if problem.limit is None else "the study does not allow"
         text += f", and {error.others:,} plans fit that {who}"
-    found = _way_out(closest.candidate.config(problem.base), problem.device)
+    found = _way_out(closest.candidate.config(problem.base), problem.device, problem.host)
     way = f"Add {found}" if found else "Use a smaller model, shorter sequences"
-    line = f"{text}. {way}, or set a larger --memory-gib"
+    larger = "--memory-gib" if problem.over(closest)[0] else "engine.host_gib"
+    line = f"{text}. {way}, or set a larger {larger}"
     return f"{line}. {NO_GPU}" if problem.assumed else line
 
 
-def _way_out(config: Config, device: int) -> str | None:
+def _host(nbytes: int | None) -> str:
+    return f" and {nbytes / GIB:.1f} GiB of host memory a rank" if nbytes else ""
+
+
+def _way_out(config: Config, device: int, host: int | None) -> str | None:
     """Overrides with which `config` fits: smaller batches, as many tokens a step, more nodes."""
     train, cluster = config.train, config.cluster
     while train.batch_size % 2 == 0:
         train = replace(train, batch_size=train.batch_size // 2, micro_steps=2 * train.micro_steps)
-        if Outlook.of(replace(config, train=train), device).fits:
+        if Outlook.of(replace(config, train=train), device, host).fits:
             return f"train.batch_size={train.batch_size} train.micro_steps={train.micro_steps}"
     while 2 * cluster.world <= MOST_RANKS:
         cluster = replace(cluster, nodes=2 * cluster.nodes)
-        if Outlook.of(replace(config, cluster=cluster), device).fits:
+        if Outlook.of(replace(config, cluster=cluster), device, host).fits:
             return f"cluster.nodes={cluster.nodes}"
     return None

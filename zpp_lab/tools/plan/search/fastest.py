@@ -142,6 +142,7 @@ PROMISING = 0.98  # of the chosen plan's time: worth a study
 class Problem:
     """What to plan. link_gbps: of a node, None where nodes are joined as GPUs inside one are.
     device: a GPU's memory in bytes; assumed: nobody gave it, and no GPU is seen here.
+    host: a rank's part of its host's memory, None where it is not known.
     limit: None where there is no study; then untested says whether wires may have fewer bits than
     `WireSpec.least_bits`. bits: to choose from."""
 
@@ -153,6 +154,15 @@ class Problem:
     bits: tuple[int | None, ...] = BITS
     assumed: bool = False
     untested: bool = False
+    host: int | None = None
+
+    def over(self, option: Option) -> tuple[int, int]:
+        """Return the bytes too many on the GPU and in host memory."""
+        host = 0 if self.host is None else max(0, option.host - self.host)
+        return max(0, option.peak - self.device), host
+
+    def holds(self, option: Option) -> bool:
+        return not any(self.over(option))
 
     @cached_property
     def space(self) -> Space:
@@ -163,12 +173,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Option:
-    """A plan with its ruling, the bytes at its peak, and for how many seconds at least the GPU,
-    the host and both links are busy. `build`: equal for plans whose steps have the same tasks."""
+    """A plan with its ruling, the bytes at its peak and in host memory, and for how many seconds at
+    least the GPU, the host and both links are busy. `build`: equal for plans whose steps have the
+    same tasks."""
 
     candidate: Candidate
     ruling: limits.Ruling
     peak: int
+    host: int
     busy: Figures
     build: str
 
@@ -235,7 +247,7 @@ class Answer:
         return self.plain.step_s / timed.step_s
 
     def fits(self, timed: Timed) -> bool:
-        return timed.option.peak <= self.problem.device
+        return self.problem.holds(timed.option)
 
 
 class NothingFits(ValueError):
@@ -257,7 +269,7 @@ def search(problem: Problem, listed: int = 3, say: Say = lambda _: None) -> Answ
 def options(problem: Problem, say: Say = lambda _: None) -> tuple[list[Option], list[str]]:
     """Return every plan of the space that has figures, and why others have none."""
     base = problem.base
-    memory = Parts(base, partial(_peaks, vocab=vocabulary(base)))
+    memory = Parts(base, partial(_held, vocab=vocabulary(base)))
     links = Parts(base, lambda config: _busy(_predicted(problem, config)))
     found: list[Option] = []
     faults: dict[str, None] = {}
@@ -270,13 +282,13 @@ def options(problem: Problem, say: Say = lambda _: None) -> tuple[list[Option], 
             candidate = Candidate(recipe, knobs)
             try:
                 loads = links.of(candidate)  # first: it says at once what has no figures
-                peak = int(max(memory.of(candidate)))
+                held = memory.of(candidate)
             except ValueError as error:
                 faults[str(error)] = None
                 continue
             ruling = rule[knobs.optimizer_state]
             build = f"{bare} {knobs.blocks_per_unit}"
-            found.append(Option(candidate, ruling, peak, loads, build))
+            found.append(Option(candidate, ruling, *_memory(held), loads, build))
     if not found:
         raise ValueError(
             next(
@@ -286,9 +298,15 @@ def options(problem: Problem, say: Say = lambda _: None) -> tuple[list[Option], 
     return found, list(faults)
 
 
-def _peaks(config: Config, vocab: int) -> Figures:
+def _held(config: Config, vocab: int) -> Figures:
+    """Return a rank's bytes in host memory, then those on its GPU at each moment."""
     found = estimate(plan_of(config), config, vocab)
-    return tuple(found.at(moment) for moment in MOMENTS)
+    return found.host, *(found.at(moment) for moment in MOMENTS)
+
+
+def _memory(held: Figures) -> tuple[int, int]:
+    """Return an option's bytes at its peak and in host memory."""
+    return int(max(held[1:])), int(held[0])
 
 
 def _predicted(problem: Problem, config: Config) -> StepTime:
@@ -319,11 +337,12 @@ class _Search:
         self.by_build: dict[str, list[Timed]] = defaultdict(list)
 
     def answer(self, listed: int) -> Answer:
-        fitting = [o for o in self.options if o.peak <= self.problem.device]
+        fitting = [o for o in self.options if self.problem.holds(o)]
         allowed = [o for o in fitting if o.ruling.kind == "allowed"]
         if not allowed:
             within = [o for o in self.options if o.ruling.kind == "allowed"]
-            raise NothingFits(min(within, key=lambda o: (o.peak, o.floor)), len(fitting))
+            closest = min(within, key=lambda o: (sum(self.problem.over(o)), o.peak, o.floor))
+            raise NothingFits(closest, len(fitting))
         chosen, next_best = self._choose(allowed, listed)
         below = chosen.step_s
 
@@ -332,7 +351,7 @@ class _Search:
             return self._quickest(_needed(those), listed, below)
 
         large = [
-            o for o in self.options if o.ruling.kind == "allowed" and o.peak > self.problem.device
+            o for o in self.options if o.ruling.kind == "allowed" and not self.problem.holds(o)
         ]
         unmeasured = faster("not measured")
         return Answer(
@@ -377,7 +396,7 @@ class _Search:
             for o in self.options
             if o.candidate.recipe.plain and o.candidate.knobs.optimizer_state == "fp32"
         ]
-        there = [o for o in own if o.peak <= self.problem.device] or own
+        there = [o for o in own if self.problem.holds(o)] or own
         found = self._quickest(there, 1)
         for name in ("zero3", "hsdp"):
             found += self._quickest((o for o in there if o.candidate.recipe.name == name), 1)
@@ -399,10 +418,10 @@ class _Search:
         config = candidate.config(base)
         try:
             time = _predicted(self.problem, config)
-            peak = int(max(_peaks(config, vocabulary(base))))
+            held = _memory(_held(config, vocabulary(base)))
         except ValueError:
             return None
-        return Timed(Option(candidate, limits.UNLIMITED, peak, _busy(time), ""), time)
+        return Timed(Option(candidate, limits.UNLIMITED, *held, _busy(time), ""), time)
 
     def _promising(self, fitting: Sequence[Option], below: float) -> Timed | None:
         those = [o for o in fitting if o.ruling.kind == "not measured" and o.floor < below]

@@ -16,7 +16,7 @@ from zpp_lab.config.schema import Config, RecipeConfig
 from zpp_lab.tools.plan.cost.show import graph_line, host_lacks
 from zpp_lab.tools.plan.cost.timeline import HOST
 from zpp_lab.tools.plan.planner import NO_GPU, sequences
-from zpp_lab.tools.plan.search.fastest import TIE, Answer, Timed
+from zpp_lab.tools.plan.search.fastest import TIE, Answer, Problem, Timed
 from zpp_lab.tools.plan.search.limits import UNLIMITED
 from zpp_lab.tools.plan.search.space import PLAIN, Candidate, named_recipes
 from zpp_lab.train.memory.buffers import GIB
@@ -106,23 +106,33 @@ def rows(answer: Answer) -> Iterator[tuple[Timed, str, str]]:
 
 
 def _all(answer: Answer) -> Iterator[tuple[Timed, str, str]]:
-    device = answer.problem.device / GIB
+    problem = answer.problem
     for timed in answer.too_large:
-        yield timed, "memory", f"needs {_gib(timed)} GiB of {device:.1f}"
+        yield timed, "memory", f"needs {_lacking(problem, timed)}"
     for timed in answer.too_lossy:
         yield timed, "loss", timed.option.ruling.why
     for timed in tempting(answer):
         yield timed, "not measured", timed.option.ruling.why
     yield answer.chosen, "chosen", answer.chosen.option.ruling.why
     for timed in answer.plains:
-        fits = "" if answer.fits(timed) else f"; does not fit in {device:.1f} GiB"
+        fits = "" if answer.fits(timed) else f"; does not fit: needs {_lacking(problem, timed)}"
         best = "the strongest plain plan" if timed is answer.plain else "plain"
         yield timed, "plain", f"{best}, as torch trains by itself{fits}"
     if answer.twin:
-        fits = "" if answer.fits(answer.twin) else f"; does not fit in {device:.1f} GiB"
+        fits = ""
+        if not answer.fits(answer.twin):
+            fits = f"; does not fit: needs {_lacking(problem, answer.twin)}"
         yield answer.twin, "twin", f"the chosen plan without codecs{fits}"
     for timed in answer.next_best:
         yield timed, "allowed", timed.option.ruling.why
+
+
+def _lacking(problem: Problem, timed: Timed) -> str:
+    """Say what a plan needs of a memory that is too small."""
+    if problem.over(timed.option)[0] or problem.host is None:
+        return f"{_gib(timed)} GiB of {problem.device / GIB:.1f}"
+    own, there = timed.option.host / GIB, problem.host / GIB
+    return f"{own:.1f} GiB of host memory a rank of {there:.1f}"
 
 
 def label(candidate: Candidate) -> str:
@@ -237,6 +247,7 @@ def as_dict(answer: Answer, given: Sequence[str], config: Config) -> dict[str, A
         "machine": answer.problem.machine.name,
         "link_gbps": answer.problem.link_gbps,
         "device": answer.problem.device,
+        "host_limit": answer.problem.host,
         "loss_considered": answer.problem.limit is not None,
         "untested": answer.problem.untested,
         "max_gap": answer.problem.limit.share if answer.problem.limit else None,
@@ -260,6 +271,7 @@ def _entry(answer: Answer, timed: Timed, given: Sequence[str], config: Config) -
         "overrides": plan_overrides(given, config, option.candidate),
         "time": asdict(timed.time),
         "peak": option.peak,
+        "host": option.host,
         "fits": answer.fits(timed),
         "speed_up": answer.speed_up(timed),
         "ruling": asdict(option.ruling),
