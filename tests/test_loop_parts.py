@@ -19,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -369,6 +369,11 @@ def refusals() -> dict[str, str]:
             for rank in (sharded.reader, dist.get_rank()):
                 fine.train()(tokens(0, rank))
 
+    def score(ids: Tensor) -> Any:
+        apart.score = lambda ids: apart.model(ids)
+        register_fsdp_forward_method(apart, "score")
+        return apart.score(ids)
+
     def compiled_layer() -> Any:
         fine.model.layers[0].compile()
         return fine(ids)
@@ -406,6 +411,7 @@ def refusals() -> dict[str, str]:
         "different tokens": lambda: fine.eval()(tokens(0, dist.get_rank())),
         "have different tokens": late,
         "model's model ": lambda: later.model(ids),
+        "model's model was called": lambda: score(ids % 100),  # which all parts have rows for
         "model's lm_head": lambda: later.lm_head(torch.zeros(2, 12, 32)),
         "model's model.layers.1": lambda: later.model.layers[1](torch.zeros(12, 32)),
         "resize_token_embeddings": lambda: later.resize_token_embeddings(256),

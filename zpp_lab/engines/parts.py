@@ -135,6 +135,7 @@ class LoopParts(OwnPart):
         self.model, self.classes = model, model.embed.weight.shape[0] * self.tp
         self.compared: set[bool] = set()  # whether inputs were, between parts, in training or not
         self.running = -1  # the backward under way
+        self.seen = False  # whether the forward under way has come to its tokens
         self.aside: dict[str, Tensor] = {}
         self.parameters: Callable[[], dict[str, nn.Parameter]] = dict  # the masters
         model.watch = self
@@ -157,7 +158,7 @@ class LoopParts(OwnPart):
         def look(name: str, *_: Any) -> None:
             if torch.compiler.is_compiling():
                 refuse(name)
-            elif name and not entered():
+            elif name and not (entered() and self.seen):
                 raise ValueError(
                     f"tp={self.tp}: the model's {name} was called by itself, where it has a part "
                     "of its parameters alone: call the model"
@@ -187,6 +188,7 @@ class LoopParts(OwnPart):
             )
         self._compare({"tokens": tokens, **given}, tokens.device)
         self.check("tokens", tokens)
+        self.seen = True
 
     def check(self, kind: str, values: Tensor) -> None:
         """Look for tokens or labels that are no class."""
@@ -277,7 +279,8 @@ class LoopParts(OwnPart):
         return rows, first
 
     def enter(self, phase: int) -> None:
-        """Follow the plan of a phase."""
+        """Begin a forward, in a phase."""
+        self.seen = False
         self.follow(self.plans[phase].parts)
 
 
