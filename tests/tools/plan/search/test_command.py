@@ -95,7 +95,9 @@ def test_plans_fit_the_memory_of_the_host(capsys, tmp_path: Path) -> None:
     path = tmp_path / "bus.json"
     replace(load_machine("h200"), bus=Bus(50e9, 50e9, 90e9, 0.5)).save(path)
     words = ["--machine", str(path), "engine=fsdp", "engine.place=host", "train.masters=split"]
-    most = max(row["host"] for row in planned(capsys, *words)["rows"])
+    unknown = planned(capsys, *words)
+    assert "engine.host_gib" in " ".join(unknown["notes"])
+    most = max(row["host"] for row in unknown["rows"])
     found = planned(capsys, *words, f"engine.host_gib={most / GIB}")  # of which a part is pinned
     assert 0 < found["chosen"]["host"] <= found["host_limit"] < most
     assert any(row["host"] == most and not row["fits"] for row in found["rows"])

@@ -186,6 +186,11 @@ def notes(answer: Answer) -> list[str]:
     lines = [NO_GPU] * problem.assumed
     config = chosen.option.candidate.config(problem.base)
     lines.append(graph_line(config, problem.machine, {link_name(problem.link_gbps): chosen.time}))
+    if problem.host is None and (own := chosen.option.host):
+        lines.append(
+            f"In host memory, each rank: {own / GIB:.1f} GiB. Assuming that it suffices: "
+            "engine.host_gib limits it."
+        )
     if limit is not None:
         lines += _loss_notes(answer)
     else:
