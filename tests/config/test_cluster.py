@@ -122,13 +122,11 @@ ENTRIES: dict[str, Callable[[Config], Any]] = {
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("engine", ["virtual", "fsdp", "deepspeed"])
-@pytest.mark.parametrize("name", ["cluster.tp", "cluster.pp"])
-def test_what_is_not_built_is_refused_by_name(entry: str, engine: str, name: str) -> None:
-    """Our engines have tensor parts."""
-    if engine != "deepspeed" and name == "cluster.tp":
-        return
-    shape = ClusterConfig(2, 4, tp=2) if name == "cluster.tp" else ClusterConfig(2, 4, pp=2)
-    config = replace(compose([f"engine={engine}"]), cluster=shape)
-    with pytest.raises(ValueError, match=f"{name}=2"):
+@pytest.mark.parametrize(
+    ("engine", "axis"),
+    [("virtual", "pp"), ("fsdp", "pp"), ("deepspeed", "pp"), ("deepspeed", "tp")],  # with stage 3
+)
+def test_what_is_not_built_is_refused_by_name(entry: str, engine: str, axis: str) -> None:
+    config = replace(compose([f"engine={engine}"]), cluster=ClusterConfig(2, 4, **{axis: 2}))
+    with pytest.raises(ValueError, match=rf"cluster\.{axis}=2"):
         ENTRIES[entry](config)

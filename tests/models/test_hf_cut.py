@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
 from tests.engines.test_parts import ACTS8, Exact, check_gradients, made, shared_alike, train
 from tests.engines.test_parts import batch as own_batch
+from tests.engines.test_reshard import hashes
 from tests.models.hf_cases import settings
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.engines.build import plan_of
 from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.models import build_model, build_parts
-from zpp_lab.models.cut import gather, merged, part_of
-from zpp_lab.models.llama import through
+from zpp_lab.models.cut import merged, part_of
 from zpp_lab.models.loss import IGNORED
 from zpp_lab.runs.checkpoint.read import Saved
 from zpp_lab.runs.checkpoint.write import Checkpoints
@@ -72,17 +70,6 @@ def pair(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, list[An
     return whole, parts
 
 
-def logits_of(parts: list[Any], tokens: Tensor) -> Tensor:
-    parts[0].see(tokens)
-    xs = parts[0].enter(tokens)
-    for _, block in parts[0].units():
-        xs = through(block, xs)
-    xs = [part.norm(x) for part, x in zip(parts, xs, strict=True)]
-    xs = gather(Exact(), "head", xs)
-    made = [F.linear(x, part._head()) for part, x in zip(parts, xs, strict=True)]
-    return torch.cat(made, -1).view(*tokens.shape, -1)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_have_the_logits_and_gradients_of_transformers(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -90,7 +77,7 @@ def test_parts_have_the_logits_and_gradients_of_transformers(
     whole, parts = pair(kind, monkeypatch)
     tokens, targets = batch()
     logits = whole(input_ids=tokens, use_cache=False).logits
-    assert float((logits_of(parts, tokens) - logits).abs().max().detach()) < 1e-12
+    assert float((parts[0](tokens) - logits).abs().max().detach()) < 1e-12
     check_gradients(whole, parts, tokens, targets, logits)
 
 
@@ -175,8 +162,7 @@ def test_files_of_a_checkpoint_do_not_depend_on_parts(tmp_path: Path) -> None:
         store.save(2, engine.state_dict())
         store.wait()
         one.load_state_dict(Saved(store.path(2)).state())
-        every = sorted(path for path in store.path(2).rglob("*") if path.is_file())
-        found.append({p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in every})
+        found.append(hashes(store.path(2)))
     assert found[0] == found[1]
     assert any(name.endswith(".safetensors") for name in found[0])
 

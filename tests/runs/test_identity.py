@@ -82,8 +82,8 @@ def test_what_config_yaml_records_of_wires_is_shown_in_words() -> None:
 
 
 def test_tags_name_tensor_parts_and_the_bits_between_them() -> None:
-    shape = ["cluster=1x4", "cluster.tp=2"]
-    assert "cluster=1x4 tp2" in tags(every_setting(compose(shape)))
+    shape = ["cluster=1x4", "cluster.tp=2", "cluster.pp=2"]
+    assert "cluster=1x4 tp2 pp2" in tags(every_setting(compose(shape)))
     found = tags(every_setting(compose([*shape, "recipe.acts.bits=8"])))
     assert any(tag.startswith("acts=8") for tag in found)
     assert "cluster=2x2" in tags(every_setting(compose(["cluster=2x2"])))

@@ -52,13 +52,13 @@ class PartsPlan:
     blocks: int
     shared: int
     micro_steps: int
-    ends: int = 2  # of the embedding and the head, those that are here
-    last: bool = True  # whether the loss is taken here
-    bits_only: bool = False  # without what takes as many bytes as it has
+    ends: int = 2  # of embedding and head, how many these ranks have
+    last: bool = True  # whether these ranks compute the loss
+    bits_only: bool = False  # only what codecs make smaller
 
     @property
     def places(self) -> int:
-        """Exchanges of a forward: a gather and a scatter for each of a block's two pieces, the
+        """Count a forward's exchanges: a gather and a scatter for each of a block's two pieces, the
         embedding's scatter and the head's gather."""
         return 4 * self.blocks + self.ends
 
@@ -92,11 +92,11 @@ def coded(legs: Iterable[Leg]) -> list[Leg]:
 
 
 class ActsEncoder:
-    """Encodes activations of tensor parts that read one batch, of one where they are whole.
+    """Encodes activations of the tensor parts that read one batch; a whole model is one part.
 
-    `reader`: the batch's place among those of a micro-step, which all its parts have in common.
-    `plain`: activations travel uncompressed, and the ledger counts nothing. `observe`: gives a
-    part's observer, which gets the errors of what the part encodes; None without telemetry.
+    `reader`: the batch's place among those of a micro-step. `plain`: activations travel
+    uncompressed, and the ledger counts nothing. `observe`: returns a part's observer, which gets
+    the errors of what the part encodes; None without telemetry.
     """
 
     def __init__(self, plan: Any, clock: Clock, ledger: Ledger) -> None:
@@ -155,7 +155,7 @@ class Parts(ActsEncoder):
         self.own = range(plan.tp) if transport is None else (transport.rank,)
 
     def gather(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Slices [n, dim] of these parts → all tokens [tp · n, dim], for each of them."""
+        """Gather slices [n, dim] of tokens: all tokens [tp · n, dim], for each of these parts."""
         tp, layout = self.tp, self.layout(wire, place, xs[0].numel(), xs[0].dtype)
         payload = xs[0].new_empty(tp, layout.nbytes, dtype=torch.uint8)
         leg = None
@@ -172,7 +172,7 @@ class Parts(ActsEncoder):
         return outs
 
     def scatter(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Terms [tp · n, dim] of these parts → each one's slice [n, dim] of the sum over all."""
+        """Sum terms [tp · n, dim] over all parts: a slice [n, dim] for each of these."""
         tp, rows = self.tp, xs[0].shape[0] // self.tp
         # slices travel on the same wire at the same place: terms have noise and errors of their own
         layout = self.layout(wire, f"{place}.sum", xs[0].numel() // tp, xs[0].dtype)
@@ -192,7 +192,7 @@ class Parts(ActsEncoder):
         return outs
 
     def raw(self, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Values of these parts → those of all parts, [tp, *], for each of them."""
+        """Gather values uncompressed: those of all parts [tp, *], for each of these."""
         if self.transport is None:
             self._count(TP_RAW, None, xs[0].nbytes)
             return [torch.stack(list(xs)) for _ in xs]

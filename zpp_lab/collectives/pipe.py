@@ -42,7 +42,7 @@ class PipePlan:
     numel: int
     micro_steps: int
     across: bool  # stages are whole nodes
-    bits_only: bool = False
+    bits_only: bool = False  # only what codecs make smaller
 
     @property
     def ranks(self) -> int:
@@ -72,8 +72,8 @@ class PipePlan:
 
 
 class Pipe(ActsEncoder):
-    """The crossings. Lists have a tensor for each tensor part that is here, in order; `own`: which
-    these are. `stage`: the one that computes, where one process has several."""
+    """The ends of crossings. Lists have a tensor for each tensor part of this process, `own`, in
+    order. `stage`: the one that computes, where the process has several."""
 
     plan: PipePlan
 

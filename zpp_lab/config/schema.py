@@ -320,9 +320,9 @@ class Config:
             "model.lora keeps its frozen base on the GPU: set engine.offload=false",
         )
         _need(
-            self.train.masters == "fp32" or self.cluster.tp == 1,
-            f"train.masters=split: tensor parts (cluster.tp={self.cluster.tp}) add up gradients in "
-            "fp32; use cluster.tp=1 or train.masters=fp32",
+            self.train.masters == "fp32" or not self.cluster.split,
+            f"train.masters=split is not built for {self.cluster.split}, whose gradients are added "
+            "up in fp32: use train.masters=fp32",
         )
         self._check_place()
         self._check_clip()

@@ -116,7 +116,6 @@ def _check_pipe(config: Config) -> None:
             "recipe.stage=3: each micro-step would gather all weights again; "
             "use recipe.stage=2 or 1",
         ),
-        (train.masters == "fp32", "train.masters=split: use fp32"),
         (engine.blocks_per_unit == 1, f"engine.blocks_per_unit={engine.blocks_per_unit}: use 1"),
         (
             engine.schedule == "gpipe" or micros >= pp,

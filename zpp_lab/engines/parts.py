@@ -113,12 +113,11 @@ def reader_of(cluster: ClusterConfig) -> int:
 
 
 class LoopParts(OwnPart):
-    """The same in a user training loop, which says neither how many tokens come nor which
-    micro-step is the last. `plans`: of what parts exchange, by the steps done when each begins.
+    """The same in a user training loop, which announces neither the number of tokens nor the last
+    micro-step. `plans`: by the steps done when each begins.
 
-    Gradients of parameters that all parts have are summed at the end of each backward, so that
-    whoever reads them finds them whole: gradients of earlier backwards are laid aside at its start
-    and added at its end.
+    Gradients of parameters that all parts have are summed at the end of each backward, so that the
+    loop reads sums. Those of earlier backwards are set aside at its start and added at its end.
     """
 
     def __init__(
@@ -241,7 +240,7 @@ class LoopParts(OwnPart):
         return super().scatter(wire, place, xs)
 
     def _begin(self) -> None:
-        """A backward has come to its first exchange, before any gradient is reduced."""
+        """Prepare a backward at its first exchange, before any gradient is reduced."""
         self.plain = False  # a forward without gradients may have come between
         own = self.parameters()
         self.aside = {n: g for n in self.shared if (g := own[n].grad) is not None}
@@ -285,8 +284,8 @@ class LoopParts(OwnPart):
 
 
 class Regions:
-    """Where a rank's state lies in the whole model's, with tensor parts or stages. names: of the
-    whole model's parameters; parts: what tensor parts exchange."""
+    """Finds a rank's state in the whole model's, with tensor parts or stages. own: names of the
+    rank's parameters. names: those of the whole model's."""
 
     def __init__(
         self, cluster: ClusterConfig, plan: Plan, own: Container[str], parts: OwnPart | None
@@ -302,7 +301,7 @@ class Regions:
             return map_state(state, self._saved)
 
     def to_read(self, state: State) -> State:
-        """Return where whole tensors are read into."""
+        """Return the rows into which whole tensors are read."""
         return map_state(state, self._region)
 
     def of_whole(self, state: State) -> State:
@@ -326,7 +325,8 @@ class Regions:
         return Rows(whole, first, own, slice(left, left + shape[1]), writes)
 
     def _saved(self, name: str, tensor: Tensor) -> Any:
-        """Files hold whole rows: parts cut by columns swap theirs, and each writes some rows."""
+        """Return whole rows, as files hold them: of a matrix cut by columns parts gather all rows,
+        and each writes some."""
         region = self._region(name, tensor)
         if not isinstance(region, Rows) or region.columns is None or not region.numel():
             return region

@@ -2,8 +2,8 @@
 
 A stage ends by encoding and begins by decoding (`collectives/pipe.py`), so torch sends payloads
 alone. The micro-batches of a schedule are the step's micro-steps. Each rank has the whole batch.
-Weights are gathered once a step; which backward reduces is said here, as FSDP2 would take every
-stage of a rank for ready when one of them is. Evaluation sends uncompressed activations by itself.
+Weights are gathered once a step. This file chooses which backward reduces: FSDP2 would reduce all
+stages of a rank once one of them is ready. Evaluation sends uncompressed activations.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class OwnStages:
         }
         self.stage_of[ROOT] = 0 if self.place == 0 else self.count - 1
         self.schedules: dict[int, Any] = {}  # by the bytes of a payload
-        for module in wrapped.by_name.values():  # weights stay, and come by themselves
+        for module in wrapped.by_name.values():  # backward finds the weights, and gathers none
             module.set_modules_to_backward_prefetch([module])
             module.set_reshard_after_backward(False, recurse=False)
 
@@ -76,7 +76,7 @@ class OwnStages:
         nbytes = self.pipe.plan.layout.nbytes
         if nbytes not in self.schedules:
             self.schedules[nbytes] = self._schedule(nbytes)
-        each = torch.zeros(len(batches), device=self.device)  # for torch to split, and no more
+        each = torch.zeros(len(batches), device=self.device)  # torch splits it; stages ignore it
         first, last = 0 in self.model.own, self.count - 1 in self.model.own
         with meeting(BETWEEN):
             self.schedules[nbytes].step(*([each] if first else []), target=each if last else None)
@@ -143,7 +143,7 @@ class OwnStages:
         return micro == self.plan.micro_steps - 1 or not self.plan.accumulate_last
 
     def _shape(self, batch: Batch) -> tuple[int, ...]:
-        """Of activations between blocks: all tokens', or a tensor part's slice."""
+        """Return the shape of activations between blocks: all tokens', or a part's slice."""
         dim, tokens = self.model.cfg.dim, batch[0]
         return (*tokens.shape, dim) if self.tp == 1 else (tokens.numel() // self.tp, dim)
 

@@ -6,15 +6,14 @@ cut by rows, wo and down by columns, embedding and head by vocabulary; every par
 Between pieces each part has its slice of the tokens, batch and length as one dimension.
 
 The same code runs one part, in a process of its own, and all parts in one process: `lanes` are the
-parts that are here, and every tensor is a list of one for each. `Exchanges` moves what parts
-exchange; gathers and scatters are nodes of the graph over all lanes, so that all of them go through
-backward together. A piece uses x twice, so its gradient is one sum, in any order the same.
+parts of this process, and lists have a tensor for each. Gathers and scatters are nodes of the graph
+over all lanes, which go through backward together. A piece uses x twice, so its gradient is a sum
+of two terms, the same in either order.
 
 The loss of a token follows from three numbers of each part: its largest logit, its sum of
 exponentials relative to that, and the target's logit where the part has it. All parts add them up
 in the same order, so all have the same loss, and backward needs no exchange but the head's.
-Without targets the parts bring each other their logits, for a loss of the caller's own, which all
-of them compute alike.
+Without targets the parts gather their logits, of which all of them compute the caller's loss.
 """
 
 from __future__ import annotations
@@ -37,26 +36,20 @@ from zpp_lab.models.start import SeededStart, Start, places
 ROWS, COLUMNS = 0, 1
 _ROWS = ("wq", "wk", "wv", "w_gate", "w_up", "embed", "head")
 _HF_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
-CUT = {  # module → the dimension along which its weight is cut; others are whole in every part
+CUT = {  # module → the dimension along which its weight is cut; every part has others whole
     **dict.fromkeys((*_ROWS, *_HF_ROWS), ROWS),
     **dict.fromkeys(("wo", "w_down", "o_proj", "down_proj"), COLUMNS),
 }
 
 
 class Exchanges(Protocol):
-    """What the parts that are here exchange with all parts; lists have one tensor for each."""
+    """What a model needs of `collectives.acts.Parts`."""
 
-    def gather(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Slices of these parts → all tokens, for each of them."""
-        ...
+    def gather(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]: ...
 
-    def scatter(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Terms of these parts → each one's slice of their sum."""
-        ...
+    def scatter(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]: ...
 
-    def raw(self, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Values of these parts → those of all parts, for each of them."""
-        ...
+    def raw(self, place: str, xs: Sequence[Tensor]) -> list[Tensor]: ...
 
 
 class Watch(Protocol):
@@ -105,8 +98,8 @@ def decoder_sizes(cfg: ModelConfig) -> dict[str, int]:
 
 
 def cut_parameters(model: nn.Module, tp: int, part: int = 0) -> None:
-    """Put in the place of a whole model's parameters those of one of its `tp` parts; ties stay.
-    ValueError for a matrix that parts do not know."""
+    """Replace a whole model's parameters by those of one of its `tp` parts; ties stay. ValueError
+    for a matrix that parts do not know."""
     hangs, every = places(model), list(model.named_parameters())
     if unknown := [name for name, p in every if p.ndim > 1 and cut_dim(name) is None]:
         raise ValueError(
@@ -127,8 +120,8 @@ def under(mixin: type, kind: type) -> type:
 
 
 class Parted(nn.Module):
-    """Part `part` of `tp` of a model; names of parameters are the whole model's. Exchanges and
-    lanes are set before the first forward: `join`."""
+    """Part `part` of `tp` of a model; names of parameters are the whole model's. `join` comes
+    before the first forward."""
 
     lanes: tuple[Any, ...]
     exchanges: Exchanges | None

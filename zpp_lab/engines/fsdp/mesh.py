@@ -1,8 +1,8 @@
-"""Over which ranks a model in a foreign loop is cut, and how these lie in nodes.
+"""Picks the ranks that shard a model in a user training loop, and how they lie in nodes.
 
-A DeviceMesh says so: by its dimensions `nodes` and `gpus`, or by one `dp`. Other dimensions are
-other people's: the ranks along them hold other parts of the model, or other parts of a sequence,
-and each has collectives of its own over the ranks picked here.
+A DeviceMesh names them by its dimensions `nodes` and `gpus`, or by one `dp`. Ranks along other
+dimensions hold other parts of the model, or of a sequence, and each has collectives of its own over
+the ranks picked here.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _PARTS = 'init_device_mesh(DEVICE, (RANKS / TP, TP), mesh_dim_names=("dp", "tp")
 
 @dataclass(frozen=True)
 class Ranks:
-    """ranks: of the default group, in the order in which shards lie. flat: they as one dimension;
-    nested: as nodes × gpus; None where a mesh of the whole world can be made."""
+    """Ranks that shard a model. ranks: in the default group, in the order of shards. flat: their
+    mesh of one dimension; nested: of nodes × gpus; None where a mesh of all ranks can be made."""
 
     cluster: ClusterConfig
     ranks: tuple[int, ...]
@@ -40,8 +40,8 @@ class Ranks:
 
     @classmethod
     def pick(cls, mesh: DeviceMesh | None, cluster: ClusterConfig | None) -> Ranks:
-        """The ranks of `mesh` that the recipe is for; None: all. cluster: how one dimension is cut
-        into nodes; None: as torchrun says. ValueError names how to write the mesh."""
+        """Return the ranks of `mesh` that the recipe is for; None: all. cluster: the nodes of one
+        dimension; None: as torchrun says. ValueError names how to write the mesh."""
         if mesh is None:
             cluster = cluster or _in_nodes(range(dist.get_world_size()))
             there = dist.get_world_size() if dist.is_initialized() else cluster.world
@@ -136,11 +136,11 @@ class Ranks:
 
     @property
     def whole(self) -> bool:
-        """Whether they are all ranks, in order."""
+        """Return whether these are all ranks, in order."""
         return self.ranks == tuple(range(dist.get_world_size()))
 
     def mesh(self, shards: int, device_type: str) -> DeviceMesh:
-        """What FSDP2 cuts into so many: all, or this rank's copy. Of others it need not know."""
+        """Return the mesh over which FSDP2 makes so many shards: of all ranks, or of one copy."""
         if shards == self.cluster.world and self.flat is not None:
             return self.flat
         if shards == self.cluster.gpus_per_node and self.nested is not None:
@@ -154,14 +154,14 @@ class Ranks:
 
 
 def _rising(ranks: tuple[int, ...], said: str) -> tuple[int, ...]:
-    """As torch orders the ranks of a group."""
+    """Check that ranks ascend, as torch orders those of a group."""
     if list(ranks) != sorted(ranks):
         raise ValueError(f"{said}: ranks {list(ranks)} are not in ascending order; make it {_FIX}")
     return ranks
 
 
 def _in_nodes(ranks: Sequence[int]) -> ClusterConfig:
-    """torchrun says how many ranks share a node, else all do."""
+    """Return the ranks' nodes, as torchrun says; without it one node."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     nodes = [rank // local for rank in ranks]
     each = nodes.count(nodes[0])

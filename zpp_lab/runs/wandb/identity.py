@@ -95,9 +95,9 @@ def tags(config: Mapping[str, Any]) -> list[str]:
 
 
 def _shape(cluster: Mapping[str, Any]) -> str:
-    """Name a cluster: "1x4", with two tensor parts "1x4 tp2"."""
-    parts = f" tp{cluster['tp']}" if cluster.get("tp", 1) > 1 else ""
-    return f"{cluster.get('nodes')}x{cluster.get('gpus_per_node')}{parts}"
+    """Name a cluster: "1x4", with two tensor parts and two stages "1x4 tp2 pp2"."""
+    split = [f" {axis}{cluster[axis]}" for axis in ("tp", "pp") if cluster.get(axis, 1) > 1]
+    return f"{cluster.get('nodes')}x{cluster.get('gpus_per_node')}{''.join(split)}"
 
 
 def codec_labels(config: Mapping[str, Any]) -> dict[Wire, str]:
