@@ -94,10 +94,14 @@ def test_readers_count_batches_and_processes_count_gpus() -> None:
     assert parts.tokens_per_step == plain.tokens_per_step
     source = cast(TokenData, SimpleNamespace(turns=lambda seed, step, *shape: shape))
     assert TextSource(parts, source).turns(0) == TextSource(plain, source).turns(0)
-    plan = plan_of(plain)
+    plan, flops = plan_of(plain), set()
     assert extent(parts, plan) == extent(plain, plan)
     vocab = vocabulary(plain)
-    assert step_flops(plan, parts, vocab) == step_flops(plan, plain, vocab)
+    for axes in ({}, {"tp": 2}, {"pp": 2}):
+        own = compose(["recipe.stage=2", "train.micro_steps=2"])
+        own = replace(own, cluster=ClusterConfig(1, 4 if axes else 2, **axes))
+        flops.add(step_flops(plan_of(own), own, vocab))
+    assert len(flops) == 1
     micro = "train.micro_steps=${micro_steps:4096}"
     assert compose([*TP, micro]).tokens_per_step == 4096
     assert place(parts.cluster, list("0123")).cluster.world == 4

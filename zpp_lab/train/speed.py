@@ -81,7 +81,7 @@ def step_flops(plan: Plan, config: Config, vocab: int) -> float | None:
     """Count the FLOPs of all ranks for one step without recomputation; None: no formula."""
     if config.model.name != "llama":
         return None
-    *blocks, root = plan.units
+    blocks, root = [u for u in plan.units if u.unit.blocks], plan.units[-1]  # stages have two roots
     parts = [*(block_work(unit, config) for unit in blocks), head_work(root, config, vocab)]
     passes = config.train.micro_steps * config.cluster.readers
     return passes * sum(part.forward + part.backward for part in parts)

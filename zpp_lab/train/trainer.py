@@ -244,7 +244,8 @@ class Trainer:
         mine = self.config.engine.name == "fsdp"
         trained = (p for u in units for p in u.parameters if p.name in u.trainable)
         numel = sum(p.numel if mine else p.parts * p.numel for p in trained)
-        own = numel // engine.plan.recipe.shards if mine else numel
+        ranks = engine.plan.recipe.shards * self.config.cluster.pp
+        own = numel // ranks if mine else numel
         return max(self.checkpoints.took, writing_seconds(own, self.train.optimizer_state))
 
     def _saves(self, done: int) -> bool:
