@@ -45,6 +45,12 @@ def hf(**options: Any) -> dict[str, Any]:
     return {"name": "hf", "options": {**own, **options}}
 
 
+def differences(weights: str) -> dict[str, Any]:
+    """A recipe whose updates travel as differences in 4 bits."""
+    sharding = {"weights": weights, "update": "differences"}
+    return {"sharding": sharding, "weights_update": {"bits": 4, "block_size": 32}}
+
+
 PARTS: Table = {
     "raw": ({}, {}),
     "raw_bf16": ({}, BF16),
@@ -69,14 +75,7 @@ PARTS: Table = {
     "qwen3": (ACTS8, {**BF16, "model": hf(model_type="qwen3", head_dim=8)}),
     "llama": (ACTS8, {"model": hf(model_type="llama")}),
     "units": (ACTS8, {**BF16, "engine": {"blocks_per_unit": 2}}),
-    "differences": (
-        {
-            "sharding": {"weights": "node", "update": "differences"},
-            "weights_update": {"bits": 4, "block_size": 32},
-        }
-        | ACTS8,
-        BF16,
-    ),
+    "differences": (differences("node") | ACTS8, BF16),
     "states": (ACTS8, {**BF16, "optimizer_state": "bf16"}),
     "host_states": (ACTS8, {**BF16, "optimizer_state": "bf16", "optimizer_place": "host"}),
     "node": ({"shard": "node"} | ACTS8, BF16),
@@ -105,24 +104,9 @@ STAGES: Table = {
     "gpipe": (PIPED, BF16 | {"engine": {"schedule": "gpipe"}}),
     "interleaved": (PIPED, BF16 | {"engine": {"schedule": "interleaved"}}),
     "interleaved_last": (PIPED, BF16 | LAST | {"engine": {"schedule": "interleaved"}}),
-    "differences": (
-        {
-            "stage": 2,
-            "sharding": {"weights": "none", "update": "differences"},
-            "weights_update": {"bits": 4, "block_size": 32},
-        }
-        | PIPE8,
-        BF16,
-    ),
+    "differences": (differences("none") | PIPE8, BF16),
     "differences_g4": (
-        {
-            "stage": 2,
-            "sharding": {"weights": "none", "update": "differences"},
-            "weights_update": {"bits": 4, "block_size": 32},
-            "grads": {"bits": 4, "block_size": 32},
-            "hops": 2,
-        }
-        | PIPE8,
+        differences("none") | {"grads": {"bits": 4, "block_size": 32}, "hops": 2} | PIPE8,
         BF16,
     ),
     "phases": (

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from zpp_lab.codecs.errors import ErrorSums, Telemetry, telemetry
-from zpp_lab.codecs.layout import Layout
 from zpp_lab.codecs.numerics import clip_factor, fold_sum, total_norm
 from zpp_lab.collectives.acts import FP32, ActsEncoder, Parts
 from zpp_lab.collectives.context import Clock, EncodeObserver
@@ -35,9 +33,10 @@ from zpp_lab.collectives.plan import Bytes, PassUse, Plan, add_bytes, leg_bytes,
 from zpp_lab.collectives.recipe import DTYPES
 from zpp_lab.config.cluster import CELL
 from zpp_lab.config.schema import Config
-from zpp_lab.config.wires import BACKWARD, FORWARD, ROLLOUT, TP_RAW, Wire
+from zpp_lab.config.wires import BACKWARD, FORWARD, ROLLOUT, TP_RAW
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
 from zpp_lab.engines.fsdp.prefetch import Usage
+from zpp_lab.engines.fsdp.watch import RankWatch
 from zpp_lab.engines.rollout import Policy, captures, check_mark, eager
 from zpp_lab.engines.units import named_units, with_root
 from zpp_lab.engines.virtual.cell import Cell
@@ -261,7 +260,8 @@ class VirtualEngine(Engine):
             yield from self.passes.each(batches(*turn) for turn in turns)
             return
         for turn in turns:
-            lanes = [_Lane(watch, *turn) for watch in watches]
+            at: Any = {"rank": turn[0], "micro": turn[1], "step": self.clock.step}
+            lanes = [RankWatch(errors=each.errors, cell=each.cell, **at) for each in watches]
             if self.pipe is not None:
                 self.pipe.stage = 0
             for one in self.exchanges:
@@ -392,23 +392,6 @@ class VirtualEngine(Engine):
         for i, cell in enumerate(self.cells):
             own = state if self.parts is None else part_state(state, self.tp, i % self.tp)
             cell.load(own if self.pipe is None else stage_state(own, cell.weights))
-
-
-@dataclass(frozen=True)
-class _Lane:
-    """Observes what one tensor part of a reader encodes."""
-
-    watch: Watch
-    rank: int
-    micro: int
-
-    def room(self, wire: Wire, layout: Layout, payload: Tensor) -> Tensor | None:
-        return self.watch.room(layout, payload)
-
-    def encoded(self, wire: Wire, layout: Layout, errors: Tensor | None) -> None:
-        if errors is not None:
-            ranks = [self.rank] * len(errors)
-            self.watch.encoded(wire, self.micro, ranks, layout, errors)
 
 
 def _key(name: str, part: int) -> str:
