@@ -178,10 +178,11 @@ class Trainer:
         """Train up to the last step; returns the last step's record."""
         record: Record = (tracker.last if tracker else None) or {}
         seconds, first = float(record.get("seconds", 0.0)), self.step + 1
-        longest = evaluation = 0.0
+        longest = evaluation = total = 0.0
         began = time.perf_counter()
         while self.step < self.train.steps:
-            ahead = self._ahead(longest, evaluation) + self._saving(engine)
+            mean = total / max(1, self.step - first)
+            ahead = self._ahead(longest, evaluation, mean) + self._saving(engine)
             if self.signals.came or self.slice.over(ahead):
                 break
             self.profile.before(self.step + 1)
@@ -200,7 +201,7 @@ class Trainer:
             record = self._record(result) | source.record()
             passed = time.perf_counter() - began
             if self.step > first:  # the first step here compiles, and says nothing of the next
-                longest = max(longest, passed)
+                longest, total = max(longest, passed), total + passed
             failed: RewardError | None = None
             if self._due(self.train.eval_every, self.step):
                 try:
@@ -228,13 +229,14 @@ class Trainer:
             print(self.slice.too_short(self._saving(engine)), flush=True)
         return record
 
-    def _ahead(self, step: float, evaluation: float) -> float:
+    def _ahead(self, step: float, evaluation: float, mean: float) -> float:
         """Estimate the seconds of the next step, with its evaluation; the last step has two. Before
-        the first one, assume that a token of it needs a third of a step's."""
+        the first one, assume that a token of it needs a third of what it does in a `mean` step: a
+        single slow step says nothing of so many tokens."""
         last = self.step + 1 == self.train.steps
         due = last or (self.step + 1) % self.train.eval_every == 0
         share = len(self.readout) / (3 * self.config.tokens_per_step)
-        return step + (due + last) * (evaluation or step * share)
+        return step + (due + last) * (evaluation or mean * share)
 
     def _saving(self, engine: Engine) -> float:
         """Estimate the seconds of the checkpoint at a time slice's end."""
