@@ -75,10 +75,6 @@ class ClusterConfig:
         """Whether stages are whole nodes."""
         return self.nodes % self.pp == 0
 
-    def stage(self, number: int) -> list[int]:
-        """Return the ranks of a stage, in ascending order: of its cells in turn, rank by rank."""
-        return [rank for rank in range(self.world) if self.place(rank)["pp"] == number]
-
     @property
     def axes(self) -> dict[Axis, int]:
         """Sizes of the axes, the fastest last; a node's ranks always follow each other."""

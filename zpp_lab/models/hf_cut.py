@@ -186,6 +186,7 @@ class LoopModel(PartModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
         use_cache: bool | None = None,  # by default transformers' own: masks depend on it
         return_dict: bool | None = None,

@@ -173,8 +173,8 @@ class VirtualEngine(Engine):
         cluster = self.config.cluster
         if not cluster.split:
             return [Watch(errors, check)]
-        first = [s for stage in range(cluster.pp) for s in cluster.stage(stage)[: self.tp]]
-        return [Watch(errors, check, cluster.members(CELL, rank)) for rank in first]
+        cells = dict.fromkeys(tuple(cluster.members(CELL, rank)) for rank in range(cluster.world))
+        return [Watch(errors, check, cell) for cell in cells]
 
     def _squares(self, grads: Sequence[Grads]) -> Tensor:
         """Return the sum of squares of every process, in rank order: fp64. Parameters that all
