@@ -4,7 +4,8 @@ whether the comparison with the virtual engine finds faults."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -81,9 +82,20 @@ class Groups(TorchDispatchMode):
             rows = given.view(-1, given.shape[-1])
             self.payloads.append((wire, rows.view(torch.uint8).clone()))
 
-    def label(self, label: str) -> None:
+
+@contextmanager
+def listening() -> Iterator[Groups]:
+    """Note collectives, with the wires that our transports name."""
+    groups, watched = Groups(), ProcessGroups.watched
+
+    def labelled(self: ProcessGroups, label: str, device: torch.device) -> Any:
         first = label.split()[0]
-        self.wire = first if first in WIRES else ""
+        groups.wire = first if first in WIRES else ""
+        return watched(self, label, device)
+
+    with pytest.MonkeyPatch.context() as patch, groups:
+        patch.setattr(ProcessGroups, "watched", labelled)
+        yield groups
 
 
 def _members(group: Any) -> int:
@@ -94,7 +106,7 @@ def seen(shape: Shape, case: str) -> dict[str, bool]:
     """Whether torch's groups sent what ledger and plan say, wire by wire, and beside that only
     losses and norms; and whether as many passes are under way as the estimate of memory counts.
     Each check by name."""
-    engine, groups, watched = real(case, shape), Groups(), ProcessGroups.watched
+    engine = real(case, shape)
     passes = [0, 0]  # under way: now, at most
     if (stages := engine.stages) is not None:
         forward, after = stages.forward, stages.after_backward
@@ -110,13 +122,7 @@ def seen(shape: Shape, case: str) -> dict[str, bool]:
 
         stages.forward, stages.after_backward = begun, ended  # type: ignore[method-assign]
     engine.step(0, 1e-2, partial(batch, 0), False)  # torch's schedule asks its neighbours first
-
-    def labelled(self: ProcessGroups, label: str, device: torch.device) -> Any:
-        groups.label(label)
-        return watched(self, label, device)
-
-    with pytest.MonkeyPatch.context() as patch, groups:
-        patch.setattr(ProcessGroups, "watched", labelled)
+    with listening() as groups:
         found = engine.step(1, 1e-2, partial(batch, 1), False).bytes
     total: Counter[str] = sum((Counter(own) for own in of_all(groups.sent)), Counter())
     world, values = dist.get_world_size(), 8 * (engine.plan.micro_steps + 1)
@@ -163,20 +169,14 @@ def test_groups_saw_the_bytes_of_larger_meshes(shape: Shape, case: str) -> None:
 def decoded(shape: Shape, case: str) -> list[Any]:
     """Telemetry of a step; and the same figures from payloads that torch's groups sent, decoded by
     the reference, and from what had been encoded: {wire: {class: [nmse, bias, cosine]}}."""
-    engine, groups, watched = real(case, shape), Groups(), ProcessGroups.watched
-    encode, given = ActsEncoder.encode, list[tuple[Wire, Layout, Tensor]]()
+    engine, encode, given = real(case, shape), ActsEncoder.encode, []
     engine.step(0, 1e-2, partial(batch, 0), False)
-
-    def labelled(self: ProcessGroups, label: str, device: torch.device) -> Any:
-        groups.label(label)
-        return watched(self, label, device)
 
     def noted(self: ActsEncoder, layout: Layout, x: Tensor, wire: Wire, *rest: Any) -> None:
         given.append((wire, layout, x.detach().float().clone()))
         encode(self, layout, x, wire, *rest)
 
-    with pytest.MonkeyPatch.context() as patch, groups:
-        patch.setattr(ProcessGroups, "watched", labelled)
+    with pytest.MonkeyPatch.context() as patch, listening() as groups:
         patch.setattr(ActsEncoder, "encode", noted)
         telemetry = engine.step(1, 1e-2, partial(batch, 1), True).telemetry
     sums: dict[tuple[Wire, str], Tensor] = defaultdict(lambda: torch.zeros(6, dtype=torch.float64))
