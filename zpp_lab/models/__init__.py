@@ -112,7 +112,7 @@ def cut_model(model: Any, tp: int, part: int) -> None:
     cut_parameters(model, tp, part)
     own: Any = model
     own.__class__ = PartLlama if type(model) is Llama else under(PartLlama, type(model))
-    own.tp, own.part, own.same_every_step = tp, part, False
+    own.tp, own.part = tp, part
     for _, block in model.units():
         block.__class__ = PartBlock
     own.join((own,), None)

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.wires import ACTS_BACKWARD, ACTS_FORWARD, Wire
 from zpp_lab.models.generate import Cache
-from zpp_lab.models.llama import Block, Llama, through
+from zpp_lab.models.llama import Block, Crossing, Llama, through
 from zpp_lab.models.loss import IGNORED, times
 from zpp_lab.models.start import SeededStart, Start, places
 
@@ -123,6 +123,9 @@ class Parted(nn.Module):
     """Part `part` of `tp` of a model; names of parameters are the whole model's. `join` comes
     before the first forward."""
 
+    gives_token_scores = True
+    same_every_step = False  # a transfer between parts is part of every forward
+    crossing: Crossing = staticmethod(lambda block, xs: xs)  # what follows each block
     lanes: tuple[Any, ...]
     exchanges: Exchanges | None
     watch: Watch | None = None
@@ -131,7 +134,6 @@ class Parted(nn.Module):
     embed: nn.Embedding
     norm: nn.Module
     units: Callable[[], list[tuple[str, nn.Module]]]
-    crossing: Any
     _head: Callable[[], Tensor]
 
     def join(self, lanes: Sequence[Parted], exchanges: Exchanges | None) -> None:
@@ -225,7 +227,6 @@ class PartLlama(Parted, Llama):  # type: ignore[misc]
     def __init__(self, cfg: ModelConfig, vocab_size: int, tp: int, part: int) -> None:
         Llama.__init__(self, cfg, vocab_size)
         self.tp, self.part = tp, part
-        self.same_every_step = False  # a transfer between parts is part of every forward
         self.layers = nn.ModuleList(PartBlock(cfg, self.rope) for _ in range(cfg.layers))
         cut_parameters(self, tp)
         self.join((self,), None)

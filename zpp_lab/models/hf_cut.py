@@ -113,13 +113,7 @@ class PartModel(Parted):
 
     model: Any
     lm_head: nn.Linear
-    gives_token_scores = True
-    same_every_step = False  # a transfer between parts is part of every forward
     turns: tuple[Tensor, Tensor]  # cosines and sines of positions
-
-    @staticmethod
-    def crossing(block: int, xs: list[Tensor]) -> list[Tensor]:
-        return xs
 
     @property
     def embed(self) -> nn.Embedding:  # type: ignore[override]

@@ -303,14 +303,15 @@ def rows_of_vocabulary(cfg: ModelConfig, vocab_size: int) -> int:
 class Llama(nn.Module):
     """A decoder-only language model. `units()` are its blocks; the rest is the root unit."""
 
+    gives_token_scores = True  # `each`: held-out losses need no whole logits either
+    same_every_step = True  # a CUDA graph may hold forward and backward
+    crossing: Crossing = staticmethod(lambda block, xs: xs)  # what follows each block
+
     def __init__(self, cfg: ModelConfig, vocab_size: int) -> None:
         super().__init__()
         self.cfg = cfg
         self.vocab_size = vocab_size
-        self.gives_token_scores = True  # `each`: held-out losses need no whole logits either
         self.temperature = 1.0  # of losses: logits are divided by it, as rollouts' are
-        self.same_every_step = True  # a CUDA graph may hold forward and backward
-        self.crossing: Crossing = lambda block, xs: xs  # what follows each block
         self.rope = rope = Rope(cfg.dim // cfg.heads, cfg.rope_theta)
         self.embed = Embedding(vocab_size, cfg.dim)
         self.layers = nn.ModuleList(Block(cfg, rope) for _ in range(cfg.layers))

@@ -49,10 +49,11 @@ def check_stages(cfg: ModelConfig, pp: int, chunks: int) -> None:
 class _Staged(Llama):
     """Some stages of a decoder; others' modules are not there."""
 
+    same_every_step = False  # transfers between stages are part of every step
+
     def keep(self, own: Sequence[int], stages: int) -> None:
         """Keep the stages `own` of so many."""
         self.own, self.stages = tuple(own), stages
-        self.same_every_step = False  # transfers between stages are part of every step
         layers: Any = self.layers
         kept = [i for stage in own for i in blocks_of(self.cfg.layers, stages, stage)]
         self.layers = nn.ModuleDict({str(i): layers[i] for i in kept})  # type: ignore[assignment]
