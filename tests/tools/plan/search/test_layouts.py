@@ -68,6 +68,17 @@ def test_a_named_dimension_stays(capsys) -> None:
     assert compose(made["layouts"][0]["overrides"]).cluster.gpus_per_node == 8
 
 
+def test_schedules_are_of_layouts_with_stages() -> None:
+    words = [*MODEL, "recipe.stage=2", "cluster.tp=1"]
+    found = {
+        schedule: {one.cluster.pp: one.bubble for one in layouts([*words, schedule], 4, 80)[0]}
+        for schedule in ("engine.schedule=gpipe", "engine.schedule=interleaved")
+    }
+    gpipe, interleaved = found.values()
+    assert gpipe == {1: 0.0, 2: 1 / 3, 4: 3 / 7}
+    assert interleaved == {1: 0.0, 2: 1 / 5}  # four stages of a layer each
+
+
 def test_what_is_not_built_with_parts_is_left_out() -> None:
     words = ["model=13b", "train.param_dtype=bf16", "cluster.tp=2", "cluster.pp=1"]
     ((one,), refused, _) = layouts(words, 16, 80)
@@ -103,6 +114,7 @@ def test_memories_that_settings_name_are_kept() -> None:
         (["--gpus", "8", "cluster.tp=3"], r"cluster\.tp=3"),
         (["--gpus", "8", "cluster.pp=16"], r"cluster\.pp=16"),
         (["--gpus", "8", "cluster.tp=many"], r"cluster\.tp=many"),
+        (["--gpus", "8", "cluster.tp=0"], r"cluster\.tp=0"),
         (["--gpus", "8", "cluster.tp=8", "model.heads=4", "model.kv_heads=4"], r"model\.heads=4"),
         (["--gpus", "8", "--fastest"], "--fastest"),
         (["--gpus", "8", "engine=deepspeed"], "engine=deepspeed"),

@@ -36,7 +36,8 @@ COSTS = (
     "state in host memory add, tp exchanges of activations, pp the bubble and crossings."
 )
 BUBBLE = (
-    "Of the first layout's passes {share:.0%} is the bubble, (pp - 1) / (micro-steps + pp - 1)."
+    "Of the first layout's passes {share:.0%} is the bubble, (pp - 1) / (n + pp - 1) with n "
+    "forwards a rank."
 )
 
 
@@ -75,8 +76,8 @@ class Layout:
     @property
     def bubble(self) -> float:
         """Return the share of passes in which a stage has nothing to do, by the closed form."""
-        stages, micros = self.cluster.pp, self.outlook.config.train.micro_steps
-        return (stages - 1) / (micros + stages - 1)
+        ranks, config = self.cluster.pp, self.outlook.config
+        return (ranks - 1) / (config.train.micro_steps * config.engine.chunks + ranks - 1)
 
 
 def layouts_command(
@@ -149,7 +150,7 @@ def _clusters(overrides: Sequence[str], gpus: int) -> tuple[Config, list[Cluster
     named = {setting_of(word): word.partition("=")[2] for word in overrides}
     if "deepspeed" in (named.get("engine"), named.get("engine.name")):
         raise ValueError("engine=deepspeed: --gpus plans engine=fsdp: leave it out")
-    whole = [w for w in overrides if not (_of_acts(w, ClusterConfig(1, 1)) or _replaced(w))]
+    whole = [w for w in overrides if not (_absent(w, ClusterConfig(1, 1)) or _replaced(w))]
     base = compose([*whole, "cluster.tp=1", "cluster.pp=1", "engine=fsdp"])
     given = any(name.split(".")[0] == "cluster" for name in named if not _replaced(name))
     each = base.cluster.gpus_per_node if given else min(PER_NODE, gpus)
@@ -160,8 +161,8 @@ def _clusters(overrides: Sequence[str], gpus: int) -> tuple[Config, list[Cluster
     nodes = gpus // each
     fixed = {axis: named.get(f"cluster.{axis}") for axis in ("tp", "pp")}
     for axis, value in fixed.items():
-        if value is not None and not value.isdecimal():
-            raise ValueError(f"cluster.{axis}={value}: use a number with --gpus")
+        if value is not None and not (value.isdecimal() and int(value)):
+            raise ValueError(f"cluster.{axis}={value}: use a number from 1 with --gpus")
     sizes = {
         axis: [int(value)] if value else [n for n in range(1, gpus + 1) if gpus % n == 0]
         for axis, value in fixed.items()
@@ -182,9 +183,11 @@ def _replaced(word: str) -> bool:
     return setting_of(word) in ("cluster.tp", "cluster.pp", "engine", "engine.name")
 
 
-def _of_acts(word: str, cluster: ClusterConfig) -> bool:
-    """Return whether an override is of a wire that the cluster does not have."""
+def _absent(word: str, cluster: ClusterConfig) -> bool:
+    """Return whether an override is of a wire or of stages that the cluster does not have."""
     group, _, rest = setting_of(word).partition(".")
+    if (group, rest) == ("engine", "schedule"):
+        return cluster.pp == 1
     name = rest.split(".")[0]
     if group != "recipe" or (name not in WIRES and name != "acts"):
         return False
@@ -217,7 +220,7 @@ def _overrides(given: Sequence[str], base: Config, cluster: ClusterConfig, times
         word
         for word in given
         if setting_of(word) not in {*own, "cluster"}
-        and not (_replaced(word) or _of_acts(word, cluster))
+        and not (_replaced(word) or _absent(word, cluster))
     ]
     return [*kept, *(f"{name}={value}" for name, value in own.items())]
 
