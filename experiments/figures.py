@@ -26,16 +26,26 @@ MINUS = str.maketrans("−", "-", ",")
 @dataclass(frozen=True)
 class Plot:
     """columns: header → its name in the figure. labels: headers whose cells name a row; scale: of
-    Vega-Lite. distance: whether signs do not matter."""
+    Vega-Lite. distance: whether signs do not matter. margin: shaded around 0, with ticks
+    at powers of ten. step: pixels of a point, where a row has several."""
 
     title: str
     columns: dict[str, str]
     labels: tuple[str, ...] = ()
     scale: str = "linear"
     distance: bool = False
+    margin: float = 0.0
+    step: int = 20
 
 
 PLOTS = {
+    "activations": Plot(
+        "Held-out loss above the uncompressed twin, nats a token",
+        {"gap, 13.8M": "13.8M parameters", "gap, 133M": "133M parameters"},
+        scale="symlog",
+        margin=0.0048,
+        step=13,
+    ),
     "baseline": Plot(
         "Seconds a step of 16,384 tokens, plain ZeRO-3 on four H200s",
         {"1.3B, s a step": "1.3B", "13B, s a step": "13B"},
@@ -104,9 +114,10 @@ def chart(name: str) -> alt.LayerChart:
     scale = (
         alt.Scale(type=plot.scale)
         if plot.scale != "symlog"
-        else alt.Scale(type="symlog", constant=0.01)
+        else alt.Scale(type="symlog", constant=0.01, nice=not plot.margin)
     )
-    x = alt.X("value:Q", title=None, scale=scale)
+    axis = alt.Axis(values=[0, 0.01, 0.1, 1], format="~g") if plot.margin else alt.Undefined
+    x = alt.X("value:Q", title=None, scale=scale, axis=axis)
     y = alt.Y(
         "row:N",
         title=None,
@@ -131,7 +142,12 @@ def chart(name: str) -> alt.LayerChart:
             x=alt.X("high:Q", title=None, scale=scale), text="text:N"
         ),
     ]
-    height = alt.Step(20 if len(series) > 1 else 26)
+    if plot.margin:
+        ends = alt.Data(values=[{"low": -plot.margin, "high": plot.margin}])
+        x = alt.X("low:Q", title=None, scale=scale, axis=axis)
+        shade = alt.Chart(ends).mark_rect(color=list(COLORS)[2], opacity=0.15)
+        layers.insert(0, shade.encode(x=x, x2="high:Q"))
+    height = alt.Step(plot.step if len(series) > 1 else 26)
     room = {"left": 20, "top": 5, "right": 5, "bottom": 5}  # fonts of browsers may be wider
     return alt.layer(*layers).properties(width=430, height=height, title=plot.title, padding=room)
 

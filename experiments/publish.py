@@ -1,6 +1,7 @@
 """A study's runs as the files of its page: `publish.py STUDY PAGE_FOLDER`
 
-STUDY is the folder that `zpp-lab study` or collect.py left, or an archive of it (runs.tar.xz).
+STUDY is the folder that `zpp-lab study` or collect.py left, or an archive of it (runs.tar.xz);
+ARCHIVE/NAME is study NAME in an archive of several.
 Written into PAGE_FOLDER:
 
     results.csv    a row a step of every run: losses, gap, bytes, tokens/s
@@ -98,15 +99,18 @@ def main() -> int:
 @contextmanager
 def unpacked(study: Path) -> Iterator[Path]:
     """The study's folder, for the time being where an archive holds it; ValueError for an archive
-    without exactly one study."""
-    if not study.is_file():
+    of another number of studies than one, or without the study behind its name."""
+    archive, name = (study.parent, study.name) if study.parent.is_file() else (study, "*")
+    if not archive.is_file():
         yield study
         return
-    with tempfile.TemporaryDirectory() as place, tarfile.open(study) as archive:
-        archive.extractall(place, filter="data")
-        found = [path.parent for path in Path(place).glob("*/study.yaml")]
+    with tempfile.TemporaryDirectory() as place, tarfile.open(archive) as file:
+        file.extractall(place, filter="data")
+        held = sorted(path.parent for path in Path(place).glob("*/study.yaml"))
+        found = [folder for folder in held if name in ("*", folder.name)]
         if len(found) != 1:
-            raise ValueError(f"{study} holds {len(found)} studies: give an archive of one")
+            names = ", ".join(folder.name for folder in held) or "no study"
+            raise ValueError(f"{archive} holds {names}: give one study, as {archive}/NAME")
         yield found[0]
 
 

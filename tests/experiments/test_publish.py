@@ -67,6 +67,25 @@ def test_a_page_keeps_the_figures_that_it_links(
     assert list(publish.broken_links(tmp_path / "whole" / "report.md")) == []
 
 
+def test_one_study_of_an_archive_of_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without its name, and with another, the message lists them."""
+    publish = loaded("experiments/publish.py")
+    with tarfile.open(tmp_path / "runs.tar.xz", "w:xz") as archive:
+        for name in ("one", "two"):
+            study = fake_study((ARMS[0], ARMS[5]), seeds=2)
+            write_study_runs(tmp_path / name, study, steps=5)
+            write_study(tmp_path / name, study)
+            archive.add(tmp_path / name, name)
+    for given, code in (("", 1), ("/three", 1), ("/two", 0)):
+        words = [str(SCRIPT), f"{tmp_path / 'runs.tar.xz'}{given}", str(tmp_path / "page")]
+        monkeypatch.setattr(sys, "argv", words)
+        assert publish.main() == code
+        assert not code or "one, two" in capsys.readouterr().err
+    assert (tmp_path / "page" / "results.csv").is_file()
+
+
 def test_a_report_loses_a_figure_with_its_caption_and_heading() -> None:
     """But not what else stands below the heading."""
     kept = "## Figures\n\n### Two\n\n![b](figures/b.svg)\n\nIts caption.\n\n### Four"
