@@ -17,7 +17,7 @@ from tests.study.fake_sweep import grid, write_sweep
 from zpp_lab.config.study import Role, StudyConfig
 from zpp_lab.runs.reader import write_study
 from zpp_lab.study.judge.verdict import read_result
-from zpp_lab.study.report.appendix import Appendix
+from zpp_lab.study.report.appendix import Appendix, facts, scope
 from zpp_lab.study.report.contents import find_out, study_document
 from zpp_lab.study.report.figures.curves import study_curves
 from zpp_lab.study.report.figures.draw import make_figures
@@ -220,6 +220,17 @@ def test_commands_of_plain_runs_make_the_same_config(tmp_path: Path) -> None:
         overrides = appendix.overrides(arm)
         assert overrides
         assert not differences(compose(overrides), arm.runs[2].config)
+
+
+def test_facts_name_tensor_parts_and_stages(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", ARMS[0], 2, 60)
+    path = tmp_path / "a" / "summary.json"
+    summary = json.loads(path.read_text())
+    path.write_text(json.dumps(summary | {"cluster": summary["cluster"] | {"tp": 2}}))
+    result = read_result(tmp_path)
+    assert "tp=2" in dict(facts(result))["Cluster"]
+    assert "tp=2" in scope(result)
+    assert "pp=" not in scope(result)
 
 
 @pytest.mark.slow

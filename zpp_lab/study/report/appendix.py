@@ -185,7 +185,8 @@ def _commit(summary: Mapping[str, Any]) -> str:
 
 def _cluster(grid: dict[str, Any]) -> str:
     nodes, gpus = grid.get("nodes"), grid.get("gpus_per_node")
-    return f"{nodes} node{'s' * (nodes != 1)} × {gpus} GPU{'s' * (gpus != 1)}"
+    split = [f", {axis}={grid[axis]}" for axis in ("tp", "pp") if grid.get(axis, 1) > 1]
+    return f"{nodes} node{'s' * (nodes != 1)} × {gpus} GPU{'s' * (gpus != 1)}{''.join(split)}"
 
 
 def _named(key: str, value: Any) -> str:
