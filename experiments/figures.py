@@ -148,7 +148,7 @@ def chart(name: str) -> alt.LayerChart:
         shade = alt.Chart(ends).mark_rect(color=list(COLORS)[2], opacity=0.15)
         layers.insert(0, shade.encode(x=x, x2="high:Q"))
     height = alt.Step(plot.step if len(series) > 1 else 26)
-    room = {"left": 20, "top": 5, "right": 5, "bottom": 5}  # fonts of browsers may be wider
+    room = {"left": 20, "top": 5, "right": 30, "bottom": 5}  # fonts of browsers may be wider
     return alt.layer(*layers).properties(width=430, height=height, title=plot.title, padding=room)
 
 
