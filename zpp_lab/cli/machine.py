@@ -65,7 +65,8 @@ def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
 
     if args.gpus is not None:
         return _layouts(args, overrides)
-    check_shape(compose(overrides))  # a typo is answered before torch has been imported
+    ranked = ["engine=fsdp"] if args.fastest else []
+    check_shape(compose([*overrides, *ranked]))  # a typo is answered before torch is imported
     names = ("study", "max_gap", "allow")
     if args.fastest:
         from zpp_lab.tools.plan.search.command import Wanted, fastest_command

@@ -94,7 +94,7 @@ def test_with_a_study(capsys, tmp_path: Path) -> None:
 def test_plans_fit_the_memory_of_the_host(capsys, tmp_path: Path) -> None:
     path = tmp_path / "bus.json"
     replace(load_machine("h200"), bus=Bus(50e9, 50e9, 90e9, 0.5)).save(path)
-    words = ["--machine", str(path), "engine=fsdp", "engine.place=host", "train.masters=split"]
+    words = ["--machine", str(path), "engine.place=host", "train.masters=split"]
     unknown = planned(capsys, *words)
     assert "engine.host_gib" in " ".join(unknown["notes"])
     most = max(row["host"] for row in unknown["rows"])
@@ -103,6 +103,11 @@ def test_plans_fit_the_memory_of_the_host(capsys, tmp_path: Path) -> None:
     assert any(row["host"] == most and not row["fits"] for row in found["rows"])
     assert main([*WORDS, *LIMITS, *words, "engine.host_gib=0.001"]) == 2
     assert "engine.host_gib" in capsys.readouterr().err
+
+
+def test_a_recipe_with_error_feedback_is_not_predicted(capsys) -> None:
+    found = planned(capsys, "recipe=loco", "--allow", "untested")
+    assert [note for note in found["notes"] if "recipe loco" in note and "memory.kind" in note]
 
 
 RULE = RuleConfig(name="*.o.weight", exempt=True, set=CodecConfig(bits=8))

@@ -119,6 +119,7 @@ def test_memories_that_settings_name_are_kept() -> None:
         (["--gpus", "8", "--fastest"], "--fastest"),
         (["--gpus", "8", "engine=deepspeed"], "engine=deepspeed"),
         (["--fastest", "--machine", "h200", "engine=deepspeed", "recipe=zero3"], "deepspeed"),
+        (["--fastest", "--machine", "h200", "engine.place=auto"], "place=auto: --fastest"),
         (["--gpus", "8", "--link-gbps", "12"], "--machine"),
     ],
 )

@@ -13,6 +13,7 @@ from typing import TextIO
 from rich.console import Console
 
 from zpp_lab.config.compose import compose
+from zpp_lab.config.load import setting_of
 from zpp_lab.config.parser import one_link
 from zpp_lab.config.schema import Config
 from zpp_lab.tools.plan.cost.machine import load_machine
@@ -40,7 +41,10 @@ class Wanted:
 
 def fastest_command(overrides: Sequence[str], wanted: Wanted) -> int:
     """Print the fastest plan. ValueError, with the way out, where there is none."""
-    config = compose(list(overrides))
+    given = [w for w in overrides if setting_of(w) not in ("engine", "engine.name")]
+    if any("deepspeed" in word for word in set(overrides) - set(given)):
+        raise ValueError("engine=deepspeed: --fastest plans engine=fsdp: leave it out")
+    config = compose([*given, "engine=fsdp"])
     problem = _problem(config, wanted)
     line = _Line(sys.stderr)
     try:
@@ -76,10 +80,12 @@ class _Line:
             self._stream.flush()
 
 
-def _problem(config: Config, wanted: Wanted) -> Problem:
-    if config.engine.name == "deepspeed":
-        raise ValueError("engine=deepspeed: --fastest plans engine=fsdp: leave it out")
-    base = replace(config, engine=replace(config.engine, name="fsdp"))
+def _problem(base: Config, wanted: Wanted) -> Problem:
+    if base.engine.place == "auto":
+        raise ValueError(
+            "engine.place=auto: --fastest plans with one placement: set engine.place to the one "
+            "that `zpp-lab plan` prints without --fastest"
+        )
     device, assumed = device_memory(wanted.gpu_gib or base.engine.gpu_gib)
     host = host_memory(base, wanted.gpu_gib)
     if wanted.machine is None:
