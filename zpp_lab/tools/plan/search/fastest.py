@@ -85,10 +85,10 @@ class Parts:
     def _split(self, recipe: RecipeConfig, reference: Knobs) -> Figures:
         if self._untouched(recipe):
             return self._whole(recipe, reference, self.base)
-        same = ("exempt", "rules", "stage", "shard", "order")
+        same = ("name", "exempt", "rules", "stage", "shard", "order")  # errors say the name
         sharding = replace(recipe.sharding, update="weights")
         raw = RecipeConfig(sharding=sharding, **{name: getattr(recipe, name) for name in same})
-        weights = RecipeConfig(**weights_part(recipe))
+        weights = RecipeConfig(name=recipe.name, **weights_part(recipe))
         grads = replace(raw, **grads_part(recipe))
         each = [self._whole(one, reference, self.ordered) for one in (weights, grads, raw)]
         return tuple(w + g - r for w, g, r in zip(*each, strict=True))

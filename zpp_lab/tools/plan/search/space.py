@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 
-from zpp_lab.config.codec import CodecConfig
+from zpp_lab.config.codec import CodecConfig, MemoryConfig
 from zpp_lab.config.load import load
 from zpp_lab.config.recipe import POINTS, Parts, ShardingConfig
 from zpp_lab.config.schema import Config, RecipeConfig, TrainConfig
@@ -212,7 +212,8 @@ def wire_bits(recipe: RecipeConfig) -> list[int]:
 
 def without_bits(recipe: RecipeConfig) -> str:
     """Return a text that recipes share whose steps have the same tasks."""
-    bare: dict[str, Any] = {n: replace(getattr(recipe, n), bits=None) for n in _CODECS}
+    none = {"bits": None, "memory": MemoryConfig()}  # error feedback has no figures anyway
+    bare: dict[str, Any] = {n: replace(getattr(recipe, n), **none) for n in _CODECS}
     return without_name(replace(recipe, **bare))
 
 
