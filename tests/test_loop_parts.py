@@ -389,6 +389,7 @@ def refusals() -> dict[str, str]:
         "tp=4": lambda: shard(family(), "zero3", mesh=dp_tp, tp=4),
         "cluster.pp": lambda: shard(family(), "zero3", ClusterConfig(1, 4, pp=2)),
         "lm_head": lambda: shard(compiled, "zero3", tp=2),
+        "recipe.acts_pipe": lambda: shard(family(), {"acts_pipe": {"bits": 8}}, tp=2),
         "recipe.acts": lambda: shard(family(), QUANTIZED, tp=1),
         "memory.kind": lambda: shard(family(), RECIPES["loco"], tp=2),
         "place": lambda: shard(fresh, "zero3", tp=2, place="host"),
