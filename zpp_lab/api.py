@@ -39,7 +39,7 @@ from zpp_lab.collectives.plan import Bytes, Plan, add_bytes, leg_bytes, no_bytes
 from zpp_lab.collectives.recipe import DTYPES, Recipe
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.collectives.watchdog import Watchdog
-from zpp_lab.config.codec import CodecConfig, Dtype
+from zpp_lab.config.codec import Dtype
 from zpp_lab.config.compose import compose
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import (
@@ -452,10 +452,10 @@ def _phases(config: RecipeConfig, steps: int | None) -> list[tuple[int, RecipeCo
 def _check_parts(config: RecipeConfig, tp: int, places: bool) -> None:
     """ValueError, naming the setting, for what tensor parts do not have, before a model is cut.
     places: whether state lies elsewhere, or otherwise, than usual."""
+    config.check_acts(tp, 1)
     for ok, what in (
         (config.parts[2] != "none", f"recipe.{config.setting('optimizer')}: use node or world"),
         (not config.remembers, "memory.kind=residual: leave it out"),
-        (config.acts_pipe == CodecConfig(), "recipe.acts_pipe, which stages have: leave it out"),
         (not places, "place, masters, optimizer_state and clip_by: leave them out"),
     ):
         if not ok:
