@@ -221,6 +221,9 @@ def test_what_wires_carry_is_written_out() -> None:
     for rules in ("[{set:{bits:4}}]", "[{name:'x*',exempt:true},{set:{bits:4}}]"):  # the last holds
         everywhere = compose([f"recipe.rules={rules}"])
         assert carried(everywhere) == carried(compose(["recipe=w4", "recipe.grads.bits=4"]))
+    parts = carried(compose(["cluster.tp=2", "recipe.acts.bits=4"]))
+    assert "acts_forward, acts_backward " in parts  # and nothing between stages, as there are none
+    assert "acts_pipe" not in parts
 
 
 def test_a_plugin_that_is_not_there_is_named() -> None:

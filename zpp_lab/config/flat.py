@@ -127,7 +127,8 @@ def _changed(value: Any, default: Any) -> Any:
 def carried(config: Config) -> str:
     """Describe in a line what the wires carry: equal ones together, raw ones left out."""
     groups: dict[str, list[str]] = {}
-    for wire in config.recipe.wires:
+    sizes = {"acting": config.cluster.tp, "piping": config.cluster.pp}
+    for wire in (w for w in config.recipe.wires if sizes.get(WIRES[w].needs) != 1):
         for i, sent in enumerate(_sent(config.recipe, wire)):
             text = " ".join(f"{name}={written(value)}" for name, value in flatten(sent).items())
             if i or sent["codec"] != "none":
