@@ -225,7 +225,8 @@ class Queue:
             self._waiting.clear()  # what starts now would stop before its first step
             self.outcomes[ended.run.dir] = UNFINISHED
             step, steps = last_step(ended.run.dir), ended.run.config.train.steps
-            self._progress.say(f"{ended.run}: stopped after step {step} of {steps}")
+            longer = "" if step else ": its start-up took the time; use a longer --for"
+            self._progress.say(f"{ended.run}: stopped after step {step} of {steps}{longer}")
             return
         result = ended_run(ended.run, ended.code, out_of_memory)
         if result.outcome == "finished":
