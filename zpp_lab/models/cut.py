@@ -260,10 +260,9 @@ class PartPieces(nn.Module):
     def forward(self, *xs: Tensor) -> Any:
         (norm, first), (_, second) = self.pieces
         normed = [getattr(b, norm)(x) for b, x in zip(self.lanes, xs, strict=True)]
-        sums = self._exchanged(first, normed)
-        pairs = [b.between(x, y) for b, x, y in zip(self.lanes, xs, sums, strict=True)]
-        sums = self._exchanged(second, [normed for _, normed in pairs])
-        xs = tuple(x + y for (x, _), y in zip(pairs, sums, strict=True))
+        xs, normed = self._between(xs, self._exchanged(first, normed))
+        sums = self._exchanged(second, normed)
+        xs = tuple(x + y for x, y in zip(xs, sums, strict=True))
         return xs if len(xs) > 1 else xs[0]
 
     def between(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -276,6 +275,13 @@ class PartPieces(nn.Module):
         """Compute a piece's body from all tokens [batch, length, dim]: this part's term."""
         made: Tensor = getattr(self, body)(x)
         return made
+
+    def _between(
+        self, xs: Sequence[Tensor], sums: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        # a method, so that nothing holds the norms before and the sums during the second exchange
+        both = [b.between(x, y) for b, x, y in zip(self.lanes, xs, sums, strict=True)]
+        return tuple(x for x, _ in both), [normed for _, normed in both]
 
     def _exchanged(self, body: str, normed: Sequence[Tensor]) -> list[Tensor]:
         """Run a body on all tokens: each lane's slice of the sum."""
