@@ -134,7 +134,7 @@ class LoopParts(OwnPart):
         self.model, self.classes = model, model.embed.weight.shape[0] * self.tp
         self.compared: set[bool] = set()  # whether inputs were, between parts, in training or not
         self.running = -1  # the backward under way
-        self.seen = False  # whether the forward under way has come to its tokens
+        self.seen = False  # whether the current forward has read its tokens
         self.aside: dict[str, Tensor] = {}
         self.parameters: Callable[[], dict[str, nn.Parameter]] = dict  # the masters
         model.watch = self

@@ -225,8 +225,8 @@ class Queue:
             self._waiting.clear()  # what starts now would stop before its first step
             self.outcomes[ended.run.dir] = UNFINISHED
             step, steps = last_step(ended.run.dir), ended.run.config.train.steps
-            longer = "" if step else ": its start-up took the time; use a longer --for"
-            self._progress.say(f"{ended.run}: stopped after step {step} of {steps}{longer}")
+            why = "" if step else f"; {ended.run.dir / LOG} says why"
+            self._progress.say(f"{ended.run}: stopped after step {step} of {steps}{why}")
             return
         result = ended_run(ended.run, ended.code, out_of_memory)
         if result.outcome == "finished":
