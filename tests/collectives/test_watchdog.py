@@ -27,7 +27,7 @@ def test_the_time_of_a_transfer_behind_another_begins_after_that() -> None:
     watchdog = Watchdog(600.0, lambda message: None)
     watchdog.stop.set()  # the test looks by itself
     with watchdog.watch("one", CPU) as one, watchdog.watch("two", CPU) as two:
-        one.began = two.began = -1000.0 + two.began
+        watchdog.moved = one.began = two.began = two.began - 1000.0  # began 1,000 s ago
         assert watchdog.late() == "one"
         one.ended = True
         assert watchdog.late() is None
