@@ -87,6 +87,7 @@ PARTS: Table = {
     "traced": (ACTS8, BF16 | {"engine": {"compile": True, "deterministic": False}}),
 }
 LAST = {"accumulate": "last"}
+OVERLAP = {"engine": {"schedule": "1f1b_overlap"}}
 STAGES: Table = {
     "raw": ({"stage": 2}, {}),
     "raw_bf16": ({"stage": 2}, BF16),
@@ -102,6 +103,9 @@ STAGES: Table = {
     ),
     "last": (PIPED, BF16 | LAST),
     "gpipe": (PIPED, BF16 | {"engine": {"schedule": "gpipe"}}),
+    "overlap": (PIPE8, BF16 | OVERLAP | {"micro_steps": 6}),
+    "overlap_last": (PIPED, BF16 | LAST | OVERLAP | {"micro_steps": 6}),
+    "overlap_one": (PIPED, BF16 | OVERLAP | {"micro_steps": 1}),
     "interleaved": (PIPED, BF16 | {"engine": {"schedule": "interleaved"}}),
     "interleaved_last": (PIPED, BF16 | LAST | {"engine": {"schedule": "interleaved"}}),
     "differences": (differences("none") | PIPE8, BF16),
@@ -247,12 +251,13 @@ def both_dtypes(cases: Iterable[str]) -> list[str]:
 ON_GPUS: dict[int, dict[Shape, tuple[str, ...]]] = {
     2: {
         (1, 2, 2, 1): ("raw", "acts8", "acts8_fp32", "sham", "hadamard", "last", "qwen3"),
-        (1, 2, 1, 2): ("raw", "pipe8", "pipe8_fp32", "sham", "hadamard", "recomputed"),
+        (1, 2, 1, 2): ("raw", "pipe8", "pipe8_fp32", "sham", "hadamard", "recomputed", "overlap"),
     },
     4: {
         (1, 4, 2, 1): ("mixed", "qwen2"),
         (2, 2, 2, 1): ("mixed", "differences"),
-        (1, 4, 1, 2): ("mixed", "phases"),
+        (1, 4, 1, 2): ("mixed", "phases", "overlap_last"),
+        (1, 4, 1, 4): ("overlap",),
         (2, 2, 1, 2): ("mixed", "interleaved_last"),
         (4, 1, 1, 2): ("differences",),
         (1, 4, 2, 2): ("acts8",),

@@ -4,7 +4,7 @@ whether the comparison with the virtual engine finds faults."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engines.cells_world import (
@@ -39,7 +40,7 @@ from zpp_lab.engines.parts import OwnPart
 from zpp_lab.models.cut import PartPieces
 from zpp_lab.models.llama import Attention
 from zpp_lab.models.params import param_class
-from zpp_lab.train.memory.estimate import passes_under_way
+from zpp_lab.train.memory.estimate import passes_under_way, payload_bytes
 
 PARTS: Shape = (1, 4, 2, 1)
 BOTH: Shape = (1, 4, 2, 2)
@@ -104,8 +105,8 @@ def _members(group: Any) -> int:
 
 def seen(shape: Shape, case: str) -> dict[str, bool]:
     """Whether torch's groups sent what ledger and plan say, wire by wire, and beside that only
-    losses and norms; and whether as many passes are under way as the estimate of memory counts.
-    Each check by name."""
+    losses and norms; and whether as many passes are under way, and as many payloads held, as the
+    estimate of memory counts. Each check by name."""
     engine = real(case, shape)
     passes = [0, 0]  # under way: now, at most
     if (stages := engine.stages) is not None:
@@ -122,7 +123,7 @@ def seen(shape: Shape, case: str) -> dict[str, bool]:
 
         stages.forward, stages.after_backward = begun, ended  # type: ignore[method-assign]
     engine.step(0, 1e-2, partial(batch, 0), False)  # torch's schedule asks its neighbours first
-    with listening() as groups:
+    with listening() as groups, held_payloads() as held:
         found = engine.step(1, 1e-2, partial(batch, 1), False).bytes
     total: Counter[str] = sum((Counter(own) for own in of_all(groups.sent)), Counter())
     world, values = dist.get_world_size(), 8 * (engine.plan.micro_steps + 1)
@@ -130,26 +131,51 @@ def seen(shape: Shape, case: str) -> dict[str, bool]:
     cluster = engine.config.cluster
     place = cluster.place(dist.get_rank())["pp"]
     most = passes_under_way(engine.config, cluster.pp, place) if stages else 0
+    pipe, rooms = engine.plan.pipe, [0]
+    if pipe is not None and engine.config.engine.schedule == "1f1b_overlap":
+        rooms = [payload_bytes(engine.config, pipe, place) // pipe.layout.nbytes]
+    elif stages:  # torch's buffers are not counted here
+        held[:] = rooms
     return {
         "ledger": total == Counter({wire: sum(sent) for wire, sent in found.items() if sum(sent)}),
         "plan": found == engine.plan.step_bytes(),
         "losses and norms": others == world * (world - 1) * values,
         "none of DTensor": not any("functional" in name for name in groups.calls),
         "passes": all(of_all(passes == [0, most])),
+        "payloads": all(of_all(held == rooms)),
     }
 
 
+@contextmanager
+def held_payloads() -> Iterator[list[int]]:
+    """Note how many of the tensors that go into batches of transfers are in memory, at most."""
+    most, known, start = [0], list[StorageWeakRef](), dist.batch_isend_irecv
+
+    def noted(ops: list[dist.P2POp]) -> list[dist.Work]:
+        known.extend(StorageWeakRef(op.tensor.untyped_storage()) for op in ops)
+        most[0] = max(most[0], sum(not one.expired() for one in known))
+        return start(ops)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", noted)
+        yield most
+
+
+def seen_all(shape: Shape, cases: Sequence[str]) -> dict[str, dict[str, bool]]:
+    return {case: seen(shape, case) for case in cases}
+
+
 @pytest.mark.parametrize(
-    ("shape", "case"),
+    ("shape", "cases"),
     [
-        *((PARTS, "mixed"), (BOTH, "acts8")),
-        *((STAGES, "mixed"), (STAGES, "gpipe"), (STAGES, "interleaved")),
+        *((PARTS, ["mixed"]), (BOTH, ["acts8"])),
+        (STAGES, ["mixed", "gpipe", "interleaved", "overlap_last"]),
     ],
     ids=str,
 )
-def test_groups_saw_the_bytes_of_ledger_and_plan(shape: Shape, case: str) -> None:
-    said = run_world(size(shape), seen, shape, case)
-    assert said == dict.fromkeys(said, True)
+def test_groups_saw_the_bytes_of_ledger_and_plan(shape: Shape, cases: list[str]) -> None:
+    for case, said in run_world(size(shape), seen_all, shape, cases).items():
+        assert said == dict.fromkeys(said, True), case
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Stages in processes of their own, over gloo and torch's schedules: every bit is the virtual
+"""Stages in processes of their own, over gloo and in every schedule: every bit is the virtual
 engine's."""
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ from tests.two_ranks import answers_of, two_gpus, two_ranks
 
 FAST: dict[Shape, tuple[str, ...]] = {
     (1, 2, 1, 2): ("raw", "pipe8"),
-    (2, 2, 1, 2): ("mixed", "interleaved_last", "states"),
+    (1, 4, 1, 4): ("overlap",),
+    (2, 2, 1, 2): ("mixed", "interleaved_last", "overlap_last", "overlap_one", "states"),
     (1, 4, 2, 2): ("acts8",),
 }
 NODES = ("differences", "differences_g4")  # need several nodes of a stage
 WHOLE = ("recomputed", "compiled")  # no tensor parts; test_real_parts.py compiles some
 SLOW: dict[Shape, list[str]] = {
     (1, 2, 1, 2): [
-        *("raw", "raw_bf16", "pipe8", "pipe8_fp32", "sham", "hadamard", "recomputed", "compiled")
+        *("raw", "raw_bf16", "pipe8", "pipe8_fp32", "sham", "hadamard", "recomputed", "compiled"),
+        "overlap",
     ],
     (2, 2, 1, 2): both_dtypes(c for c in STAGES if c not in (*NODES, "compiled")),
     (1, 4, 2, 2): ["raw", "acts8", "pipe8"],
     (2, 4, 2, 2): both_dtypes(c for c in STAGES if c not in (*NODES, *WHOLE)),
     (4, 1, 1, 2): both_dtypes(["differences", "pipe8"]),
     (4, 2, 1, 2): both_dtypes(["differences_g4"]),
-    (4, 1, 1, 4): ["raw_bf16", "pipe8"],
-    (4, 2, 1, 4): ["mixed", "last"],
+    (4, 1, 1, 4): ["raw_bf16", "pipe8", "overlap"],
+    (4, 2, 1, 4): ["mixed", "last", "overlap_last", "overlap_one"],
 }
 
 

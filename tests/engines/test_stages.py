@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
 
 from tests.engines.test_parts import batch, clone, configured, made, same, train
 from zpp_lab.codecs import BlockCodec
+from zpp_lab.collectives.pipe import passes
 from zpp_lab.config.recipe import SHARDED
 from zpp_lab.config.wires import ACTS_PIPE, WIRES
 from zpp_lab.engines.build import check_engine, plan_of
 from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.train.memory.buffers import Estimate
-from zpp_lab.train.memory.estimate import estimate
+from zpp_lab.train.memory.estimate import estimate, passes_under_way, payload_bytes
 
 PIPE8 = {"stage": 2, "acts_pipe": {"bits": 8, "block_size": 32}}
 MIXED = {
@@ -158,6 +160,42 @@ def test_memory_is_that_of_a_stage_and_of_the_micro_steps_under_way() -> None:
     assert many == 7 * few == 7 * two.item("activations").nbytes["loss"]
     payloads = gib((1, 4, 1, 2), "1f1b", 16).item("payloads of stages").most
     assert payloads == 2 * two.item("payloads of stages").most > 0
+    overlap = gib((1, 4, 1, 2), "1f1b_overlap", 16)
+    assert overlap.item(other).most == 3 * few
+    assert 0 < overlap.item("payloads of stages").most < payloads
     parts = gib((1, 4, 2, 2), "1f1b", 8)
     assert parts.item("master weights, fp32").most == pytest.approx(masters[1], rel=0.05)
     assert parts.item(other).most < two.item(other).most
+
+
+@pytest.mark.parametrize(("stages", "micros"), [(2, 1), (2, 8), (3, 3), (4, 16), (5, 9)])
+def test_ticks_of_1f1b_overlap(stages: int, micros: int) -> None:
+    """A pass comes two ticks after the one whose payload it needs, passes keep the micro-steps'
+    order, and what waits for its backward is what memory is planned for."""
+    made = configured(
+        (1, stages, 1),
+        {"stage": 2},
+        micro_steps=micros,
+        cluster={"pp": stages},
+        model={"layers": stages},
+        engine={"schedule": "1f1b_overlap"},
+    )
+    pipe, last = plan_of(made).pipe, stages - 1
+    assert pipe is not None
+    for stage in range(stages):
+        ticks = range(micros + 4 * stages)
+        every = [(tick, *due) for tick in ticks for due in passes(stages, stage, micros, tick)]
+        when = {(which, micro): tick for tick, which, micro in every}
+        there, back = ([when[w, m] for m in range(micros)] for w in ("forward", "backward"))
+        assert there == list(range(2 * stage, micros + 2 * stage))
+        assert back == [tick + 4 * (last - stage) for tick in there]
+        assert len(every) == 2 * micros
+        begun = accumulate(1 if which == "forward" else -1 for _, which, _ in every)
+        assert max(begun) == passes_under_way(made, stages, stage)
+        spans = [(f - 1, b) for f, b in zip(there, back, strict=True)] * (stage > 0)
+        spans += [(f + 1, b) for f, b in zip(there, back, strict=True)] * (stage < last)
+        spans += [(b - 1, b) for b in back] * (stage < last)
+        spans += [(b + 1, b + 2) for b in back] * (stage > 0)
+        held = max(sum(begin <= tick <= end for begin, end in spans) for tick in ticks)
+        bound = payload_bytes(made, pipe, stage) // pipe.layout.nbytes
+        assert held == bound or (held < bound and micros < 4 * last + 2)

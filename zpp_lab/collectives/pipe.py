@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.collectives.traffic import Leg, Traffic
 from zpp_lab.config.wires import ACTS_PIPE
+
+Pass = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,20 @@ class Pipe(ActsEncoder):
             return self.into(name_of(stage), stage + 1, payloads, xs[0].shape, xs[0].dtype)
 
         return cross
+
+
+def passes(stages: int, stage: int, micros: int, tick: int) -> list[tuple[Pass, int]]:
+    """Return a stage's passes in a tick of schedule=1f1b_overlap, in order, with their micro-steps.
+
+    What a tick computes is sent while the next one computes, and used in the one after: a stage is
+    two ticks behind the one before it. The backward goes first, which frees its activations, but
+    in the last stage it is the same micro-step's.
+    """
+    back = tick - 4 * (stages - 1) + 2 * stage
+    due: list[tuple[Pass, int]] = [("backward", back), ("forward", tick - 2 * stage)]
+    if stage == stages - 1:
+        due.reverse()
+    return [(which, micro) for which, micro in due if 0 <= micro < micros]
 
 
 def name_of(stage: int) -> str:

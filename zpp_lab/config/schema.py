@@ -35,7 +35,8 @@ from zpp_lab.config.rl import RlConfig
 LEAST_HELDOUT, FEW_HELDOUT = 1_000, 10_000
 STUDY_HELDOUT = 2**21  # of a study on GPUs that does not say: 0.0007 nats, by the same
 
-SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2}  # of pipelines; stages of a rank
+# of pipelines; stages of a rank
+SCHEDULES = {"1f1b": 1, "1f1b_overlap": 1, "gpipe": 1, "interleaved": 2}
 Plane = Literal["masters", "moments", "gradients", "weights"]  # what engine.place places
 Gib = Annotated[float, Field(gt=0, le=1e6)]
 TrainDtype = Literal["fp32", "bf16", "fp16"]  # fp16: engine=deepspeed, which scales the loss
@@ -72,7 +73,8 @@ class EngineConfig:
     compile: bool = (
         False  # torch.compile of each block's forward; other bits, the same in all engines
     )
-    # of cluster.pp stages (torch.distributed.pipelining); interleaved: two stages a rank
+    # of cluster.pp stages; 1f1b_overlap: computes while it sends, for slow links, and keeps more
+    # micro-steps; interleaved: two stages a rank
     schedule: str = "1f1b"
     allow_fallback: bool = False  # go on where FSDP2 or DeepSpeed goes past the recipe
     emulate_nodes: bool = True  # deepspeed: on one host, a rank sees the GPUs of its node only

@@ -118,9 +118,9 @@ def _check_pipe(config: Config) -> None:
         ),
         (engine.blocks_per_unit == 1, f"engine.blocks_per_unit={engine.blocks_per_unit}: use 1"),
         (
-            engine.schedule == "gpipe" or micros >= pp,
+            engine.schedule in ("gpipe", "1f1b_overlap") or micros >= pp,
             f"train.micro_steps={micros} with {name}, which needs one for each stage: use {pp} or "
-            "more, or engine.schedule=gpipe",
+            "more, or engine.schedule=gpipe or 1f1b_overlap",
         ),
         (
             engine.schedule != "interleaved" or micros % max(1, micros // pp) == 0,

@@ -1,6 +1,7 @@
-"""This rank's stages of a pipeline. torch's schedules order the passes and send what stages give.
+"""This rank's stages of a pipeline. torch's schedules order the passes and send what stages give;
+1f1b_overlap is our own.
 
-A stage ends by encoding and begins by decoding (`collectives/pipe.py`), so torch sends payloads
+A stage ends by encoding and begins by decoding (`collectives/pipe.py`), so schedules send payloads
 alone. The micro-batches of a schedule are the step's micro-steps. Each rank has the whole batch.
 Weights are gathered once a step. This file chooses which backward reduces: FSDP2 would reduce all
 stages of a rank once one of them is ready. Evaluation sends uncompressed activations.
@@ -22,7 +23,7 @@ from torch.distributed.pipelining import (
 )
 
 from zpp_lab.collectives.ledger import Ledger
-from zpp_lab.collectives.pipe import Pipe, name_of
+from zpp_lab.collectives.pipe import Pass, Pipe, name_of, passes
 from zpp_lab.collectives.plan import Bytes, Plan
 from zpp_lab.collectives.recipe import DTYPES
 from zpp_lab.collectives.watchdog import meeting
@@ -52,6 +53,11 @@ class OwnStages:
         self.ranks, place = cluster.members({"pp"}, rank), cluster.place(rank)
         self.place, self.count = place["pp"], plan.pipe.stages
         self.group = dist.new_group(self.ranks, use_local_synchronization=True)
+        self.back: Any = None  # gradients' own group, where schedules do not take turns
+        if self.kind == "1f1b_overlap":
+            self.back = dist.new_group(self.ranks, use_local_synchronization=True)
+            for group in (self.group, self.back):  # NCCL connects all ranks at a group's first use
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         self.pipe = Pipe(plan.pipe, self.clock, Ledger(), (place["tp"],))
         self.pipe.reader = cluster.members(CELL, rank).index(rank)
         self.stage_of = {
@@ -74,15 +80,21 @@ class OwnStages:
         self.losses = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
         self.pipe.ledger.start_step()
         nbytes = self.pipe.plan.layout.nbytes
-        if nbytes not in self.schedules:
-            self.schedules[nbytes] = self._schedule(nbytes)
-        each = torch.zeros(len(batches), device=self.device)  # torch splits it; stages ignore it
-        first, last = 0 in self.model.own, self.count - 1 in self.model.own
         with meeting(BETWEEN):
-            self.schedules[nbytes].step(*([each] if first else []), target=each if last else None)
+            if self.back is not None:
+                _Overlap(self, nbytes // 4).run()
+            else:
+                self._run_schedule(nbytes)
         self.clock.observer = None
         self.wrapped.reshard()
         return self.losses
+
+    def _run_schedule(self, nbytes: int) -> None:
+        if nbytes not in self.schedules:
+            self.schedules[nbytes] = self._schedule(nbytes)
+        each = torch.zeros(self.plan.micro_steps, device=self.device)  # split; stages ignore it
+        first, last = 0 in self.model.own, self.count - 1 in self.model.own
+        self.schedules[nbytes].step(*([each] if first else []), target=each if last else None)
 
     def _schedule(self, nbytes: int) -> Any:
         payload = torch.empty(nbytes // 4, device="meta", requires_grad=True)
@@ -100,13 +112,14 @@ class OwnStages:
             )
             for stage in self.model.own
         ]
-        how: Any = {"loss_fn": self._loss, "scale_grads": False}
+        how: Any = {"loss_fn": self.loss, "scale_grads": False}
         if self.kind == "interleaved":
             return ScheduleInterleaved1F1B(list(stages), self.plan.micro_steps, **how)
         kind = ScheduleGPipe if self.kind == "gpipe" else Schedule1F1B
         return kind(stages[0], self.plan.micro_steps, **how)
 
-    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def loss(self, output: Tensor, target: Tensor | None = None) -> Tensor:
+        """Return a micro-step's share of the step's loss, from what the last stage gave."""
         return output[0] / self.plan.micro_steps
 
     def enter(self, micro: int) -> None:
@@ -174,6 +187,84 @@ class OwnStages:
                 else:
                     found = out[:, batch[1].flatten() != IGNORED]
         return found
+
+
+class _Overlap:
+    """A step of 1f1b_overlap, whose ticks are `passes` in `collectives/pipe.py`.
+
+    At the start of a tick a rank posts the transfers of what it and its neighbours computed in the
+    last one. Then it waits for those that it posted a tick before, and computes. So no transfer
+    needs one that any rank posts later, and two ticks' are under way at most. NCCL runs a group's
+    transfers in order: with one group for both directions, gradients would wait for activations.
+
+    Payloads are referenced until their transfer is waited for. On a GPU the wait is the computing
+    stream's, and memory is reused in that stream's order. What an error leaves under way ends with
+    the run.
+    """
+
+    def __init__(self, by: OwnStages, numel: int) -> None:
+        """Prepare a step of these stages; numel: fp32 values of a payload."""
+        self.by, self.numel, (self.stage,) = by, numel, by.model.own
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # by micro-step, until its backward
+        self.got: dict[tuple[Pass, int], Tensor] = {}  # or about to get
+        self.made: dict[Pass, Tensor] = {}  # in the last tick
+
+    def run(self) -> None:
+        """Run every micro-step; return once this rank's last payload is sent."""
+        under_way: list[_Posted] = []
+        stages, micros = self.by.count, self.by.plan.micro_steps
+        for tick in range(micros + 4 * (stages - 1) - 2 * self.stage + 1):
+            posted = self._post(tick)
+            _wait(under_way)
+            under_way = posted
+            for which, micro in passes(stages, self.stage, micros, tick):
+                (self._forward if which == "forward" else self._backward)(micro)
+        _wait(under_way)
+
+    def _post(self, tick: int) -> list[_Posted]:
+        by, posted = self.by, list[_Posted]()
+        ways: list[tuple[Pass, int, Any]] = [("forward", 1, by.group), ("backward", -1, by.back)]
+        for which, step, group in ways:
+            ops, source, target = list[dist.P2POp](), self.stage - step, self.stage + step
+            if 0 <= source < by.count:
+                came = dict(passes(by.count, source, by.plan.micro_steps, tick - 1))
+                if (micro := came.get(which)) is not None:
+                    room = torch.empty(self.numel, device=by.device)
+                    self.got[which, micro] = room
+                    ops.append(dist.P2POp(dist.irecv, room, by.ranks[source], group))
+            if 0 <= target < by.count and which in self.made:
+                ops.append(dist.P2POp(dist.isend, self.made.pop(which), by.ranks[target], group))
+            if ops:
+                posted.append((dist.batch_isend_irecv(ops), ops))
+        return posted
+
+    def _forward(self, micro: int) -> None:
+        self.by.enter(micro)
+        payload = torch.empty(0)  # of the first stage, which reads the batch
+        if self.stage:
+            payload = self.got.pop(("forward", micro)).requires_grad_()
+        out = self.by.forward(self.stage, payload)
+        self.kept[micro], self.made["forward"] = (payload, out), out.detach()
+
+    def _backward(self, micro: int) -> None:
+        payload, out = self.kept.pop(micro)
+        self.by.before_backward(self.stage, micro)
+        if self.stage == self.by.count - 1:
+            self.by.loss(out).backward()  # type: ignore[no-untyped-call]
+        else:
+            out.backward(self.got.pop(("backward", micro)))  # type: ignore[no-untyped-call]
+        self.by.after_backward(self.stage, micro)
+        if payload.grad is not None:
+            self.made["backward"] = payload.grad
+
+
+_Posted = tuple[list[dist.Work], list[dist.P2POp]]
+
+
+def _wait(posted: list[_Posted]) -> None:
+    for works, _ in posted:
+        for work in works:
+            work.wait()
 
 
 class _Chunk(nn.Module):

@@ -236,7 +236,7 @@ def test_tensor_parts_divide_the_computation() -> None:
     assert two == pytest.approx(one / 2)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "1f1b_overlap"])
 @pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8), (3, 3)])
 def test_a_pipeline_has_its_bubble(stages: int, micros: int, schedule: str) -> None:
     found = makespan([1.0] * stages, [2.0] * stages, 0.0, micros, schedule)
@@ -246,6 +246,18 @@ def test_a_pipeline_has_its_bubble(stages: int, micros: int, schedule: str) -> N
 def test_a_pipeline_waits_for_what_it_sends() -> None:
     """By hand: stage 1 starts its second forward once its first gradient has gone, at 5."""
     assert makespan([1.0, 1.0], [2.0, 2.0], 0.5, 2, "1f1b") == pytest.approx(10.5)
+
+
+@pytest.mark.parametrize("transfer", [1.5, 3.0, 4.0])
+def test_computing_hides_transfers_of_1f1b_overlap(transfer: float) -> None:
+    """By hand: what two micro-steps compute takes 9; the first one's transfers add to it. Each
+    further micro-step takes its computing or a transfer, whichever is longer."""
+    assert makespan([1.0, 1.0], [2.0, 2.0], 0.5, 2, "1f1b_overlap") == pytest.approx(10.0)
+    for stages in (2, 4):
+        last, more = (
+            makespan([1.0] * stages, [2.0] * stages, transfer, n, "1f1b_overlap") for n in (30, 31)
+        )
+        assert more - last == pytest.approx(max(3.0, transfer))
 
 
 PIPE = ["cluster=2x1", "cluster.pp=2", "recipe.stage=2", "train.micro_steps=4", "model.layers=4"]

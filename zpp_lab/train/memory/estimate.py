@@ -18,6 +18,7 @@ from typing import Literal
 from zpp_lab.codecs.errors import AT_ONCE
 from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.codecs.layout import Parameter
+from zpp_lab.collectives.pipe import PipePlan
 from zpp_lab.collectives.plan import Plan, Unit, UnitPlan
 from zpp_lab.config.residence import Residence
 from zpp_lab.config.schema import Config
@@ -74,7 +75,7 @@ def estimate(plan: Plan, config: Config, vocab: int) -> Estimate:
 
 def _of_stage(plan: Plan, config: Config, vocab: int, place: int) -> Estimate:
     """Estimate ranks of this place in a pipeline: as a model of their blocks alone, with what more
-    micro-steps keep. torch has a buffer for each payload of a step, and weights stay to its end."""
+    micro-steps keep. Weights stay to a step's end."""
     own, pipe, chunks = with_root(plan.stage(place)), plan.pipe, config.engine.chunks
     assert pipe is not None
     layers, last = sum(u.unit.blocks for u in own.units), place == pipe.ranks - 1
@@ -91,7 +92,7 @@ def _of_stage(plan: Plan, config: Config, vocab: int, place: int) -> Estimate:
             *found.items,
             Item("activations of other micro-steps", always(more) | NOT_EVALUATED | {"update": 0}),
             Item("gathered weights, to the end of a step", moments() | held),
-            Item("payloads of stages", always(sum(pipe.own(place)))),
+            Item("payloads of stages", always(payload_bytes(config, pipe, place))),
         )
     )
 
@@ -105,15 +106,28 @@ def with_root(own: Plan) -> Plan:
 
 
 def passes_under_way(config: Config, ranks: int, place: int) -> int:
-    """Count the forwards of a rank's stages whose backward is to come, at most, as torch's
-    schedules order them."""
+    """Count the forwards of a rank's stages whose backward is to come, at most, as schedules order
+    them."""
     micros, chunks = config.train.micro_steps, config.engine.chunks
     if config.engine.schedule == "gpipe":
         return micros
+    if config.engine.schedule == "1f1b_overlap":
+        return min(micros, max(1, 4 * (ranks - 1 - place)))
     if chunks == 1:
         return min(micros, ranks - place)
     each = micros // max(1, micros // ranks)  # of a round
     return min(micros * chunks, (chunks - 1) * each + 2 * (ranks - 1 - place) + 1)
+
+
+def payload_bytes(config: Config, pipe: PipePlan, place: int) -> int:
+    """Count the bytes of payloads that a rank holds at most. torch has a buffer for each one that a
+    step receives. 1f1b_overlap has those of micro-steps under way, and of two ticks' transfers."""
+    if config.engine.schedule != "1f1b_overlap":
+        return sum(pipe.own(place))
+    micros, last = config.train.micro_steps, pipe.ranks - 1 - place
+    sent, received = (min(micros, n) for n in (4 * last, 4 * last + 2))  # activations
+    count = (received + min(micros, 2)) * (place > 0) + (sent + min(micros, 2)) * (last > 0)
+    return count * pipe.layout.nbytes
 
 
 def _of_rank(plan: Plan, config: Config, vocab: int) -> Estimate:

@@ -2,7 +2,7 @@
 
 Nothing hides an exchange between tensor parts: the next product needs it. The host is taken to
 need as long for one as for a unit's gather. A stage waits for what it receives, and between two
-passes of 1F1B for what it has sent, as torch's schedules do.
+passes of 1F1B for what it has sent, as torch's schedules do; 1f1b_overlap waits a tick later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol
 
 from zpp_lab.collectives.acts import FP32, LOSS, PartsPlan, acts_layout
-from zpp_lab.collectives.pipe import PipePlan
+from zpp_lab.collectives.pipe import Pass, PipePlan, passes
 from zpp_lab.collectives.plan import Plan
 from zpp_lab.config.schema import ClusterConfig, Config
 from zpp_lab.config.wires import ACTS_BACKWARD, ACTS_FORWARD, ACTS_PIPE, TP_RAW, Wire
@@ -20,7 +20,6 @@ from zpp_lab.tools.plan.cost.timeline import StepTime
 from zpp_lab.tools.plan.cost.transfers import Transfers
 from zpp_lab.train.memory.estimate import with_root
 
-Pass = Literal["forward", "backward"]
 OF: dict[Pass, Wire] = {"forward": ACTS_FORWARD, "backward": ACTS_BACKWARD}
 
 
@@ -197,6 +196,8 @@ def makespan(
     """Return the seconds from the first pass to the last. forward, backward: of a micro-step, by
     stage."""
     stages = len(forward)
+    if schedule == "1f1b_overlap":
+        return _overlapped(forward, backward, transfer, micros)
     left = [list(order(stages, s, micros, schedule))[::-1] for s in range(stages)]
     free, sent = [0.0] * stages, [0.0] * stages
     there: dict[tuple[int, Pass, int], float] = {(0, "forward", i): 0.0 for i in range(micros)}
@@ -213,3 +214,27 @@ def makespan(
                 elif which == "forward":
                     there[s, "backward", micro] = free[s]
     return max(*free, *sent)
+
+
+def _overlapped(
+    forward: Sequence[float], backward: Sequence[float], transfer: float, micros: int
+) -> float:
+    """Return the same of 1f1b_overlap. A transfer begins when both ends have computed and the
+    link's last one in its direction has ended."""
+    stages, seconds = len(forward), {"forward": forward, "backward": backward}
+    free, waited = [0.0] * stages, [0.0] * stages  # ends of passes; of transfers of the tick before
+    lanes: dict[tuple[int, Pass], float] = {}
+    for tick in range(micros + 4 * (stages - 1) + 1):
+        ends = [0.0] * stages
+        for s in range(stages):
+            for which, _ in passes(stages, s, micros, tick - 1):
+                to = s + 1 if which == "forward" else s - 1
+                if 0 <= to < stages:
+                    begin = max(free[s], free[to], lanes.get((s, which), 0.0))
+                    lanes[s, which] = begin + transfer
+                    ends[s], ends[to] = (max(ends[i], begin + transfer) for i in (s, to))
+        for s in range(stages):
+            due = passes(stages, s, micros, tick)
+            free[s] = max(free[s], waited[s]) + sum(seconds[which][s] for which, _ in due)
+        waited = ends
+    return max(free)

@@ -105,7 +105,8 @@ def _check(config: Config, link_gbps: float | None) -> None:
         )
     if config.engine.chunks > 1:
         raise NoFigures(
-            f"engine.schedule={config.engine.schedule} has no figures: predict 1f1b or gpipe"
+            f"engine.schedule={config.engine.schedule} has no figures: predict 1f1b, 1f1b_overlap "
+            "or gpipe"
         )
     if config.engine.name == "deepspeed":
         raise ValueError("engine=deepspeed has no cost model: predict engine=fsdp")
