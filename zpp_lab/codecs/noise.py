@@ -17,7 +17,8 @@ Backward has noise of its own unless it uses what forward gathered (hpZ, stages 
 reduction of one hop is on grads_intra, or with one GPU a node on grads_inter.
 
 Parameter id, 32 bits: BLAKE2s with a digest of 4 bytes of the parameter's name, as
-`model.named_parameters()` gives it, in UTF-8, read as a little-endian number.
+`model.named_parameters()` gives it, in UTF-8, read as a little-endian number. With cluster.tp
+"@1" follows the name for the second part of a parameter that is cut, "@2" for the third.
 
 Draws. A block of 128 bits serves 8 neighbouring elements of a segment, 16 bits each:
 

@@ -26,12 +26,11 @@ import yaml
 from torch import Tensor
 
 from zpp_lab.codecs import BlockCodec, NormalCodec
-from zpp_lab.codecs.layout import Parameter
 from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.config.codec import BITS, BLOCK_SIZES, NORMAL_BITS, CodecConfig
 from zpp_lab.config.load import load
 from zpp_lab.config.parser import check_own
-from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig, RuleConfig
+from zpp_lab.config.schema import Config, RecipeConfig, RuleConfig
 from zpp_lab.config.wires import FORWARD, GATHERS
 from zpp_lab.files import conf_dir, conf_dirs, text_table, write_atomic
 from zpp_lab.tools.evaluate import Bench
@@ -192,7 +191,7 @@ def tune(
     assert chosen is not None, "the smallest choices are within the budget"
     picked = {c.pattern: choice for c, choice in zip(classes, chosen, strict=True)}
     settings = _recipe(name, config, classes, picked)
-    _check(load(RecipeConfig, settings), config, saved.shapes, classes, picked)
+    _check(load(RecipeConfig, settings), wires[offered[0]], classes, picked)
     alike = [tuple(options) for options in zip(*(c.choices for c in classes), strict=True)]
     within = [u for u in alike if sum(c.nbytes for c in u) <= budget]
     uniform = min(within, key=lambda u: sum(c.cost for c in u)) if within else None
@@ -253,7 +252,9 @@ def _load(params: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 
 
 def _nbytes(wire: WireWeights, names: Sequence[str]) -> int:
-    return sum(wire.world * wire.codecs[n].nbytes(wire.shard_numel(n)) for n in names)
+    own = {n: wire.parameter(n) for n in names}
+    each = (p.parts * wire.codecs[n].nbytes(p.shard_numel) for n, p in own.items())
+    return wire.world * sum(each)
 
 
 def _recipe(
@@ -291,19 +292,17 @@ def _exempting(rule: RuleConfig) -> dict[str, Any]:
 
 def _check(
     recipe: RecipeConfig,
-    config: Config,
-    shapes: Mapping[str, tuple[int, ...]],
+    weights: WireWeights,
     classes: Sequence[Class],
     chosen: Mapping[str, Choice],
 ) -> None:
     """ValueError where a rule's pattern reaches into another class."""
-    cluster = config.cluster.dp if config.cluster.readers > 1 else ClusterConfig(1, 2)
-    made = Recipe(recipe, cluster)
-    wanted: dict[str, CodecConfig | None] = dict.fromkeys(shapes)
+    made = Recipe(recipe, weights.recipe.cluster)
+    wanted: dict[str, CodecConfig | None] = dict.fromkeys(weights.shapes)
     for c in classes:
         wanted.update(dict.fromkeys(c.names, chosen[c.pattern].codec))
-    for name, shape in shapes.items():
-        codec = made.codec(FORWARD, Parameter(name, shape, cluster.world))
+    for name in weights.shapes:
+        codec = made.codec(FORWARD, weights.parameter(name))
         own = None
         if isinstance(codec, BlockCodec):
             named = "normal" if isinstance(codec, NormalCodec) else "block"

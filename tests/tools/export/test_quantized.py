@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ from torch import Tensor
 
 from tests.models.hf_cases import settings
 from tests.small_runs import newest, small
-from tests.tools.export.checkpoints import gathered, heldout_losses, leave
+from tests.tools.export.checkpoints import gathered, heldout_losses, leave, restored
 from tests.tools.export.test_model import heldout_loss, llama, loaded
 from zpp_lab.config.schema import Config
 from zpp_lab.models.llama_hf import hf_name, to_halves, turned
 from zpp_lab.runs.checkpoint.read import Saved
 from zpp_lab.runs.checkpoint.write import Checkpoints, Saving
-from zpp_lab.tools.export import export_hf, export_quantized
-from zpp_lab.tools.export.wire import parse_codec
+from zpp_lab.tools.evaluate import evaluate
+from zpp_lab.tools.export import export_quantized
+from zpp_lab.tools.export.model import open_run
+from zpp_lab.tools.export.wire import WireWeights, parse_codec
 from zpp_lab.train.trainer import run
 
 CODECS = {
@@ -86,15 +89,32 @@ def test_a_trained_run_keeps_its_heldout_loss(tmp_path: Path) -> None:
     assert "as training used them" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_quantized_weights_of_tensor_parts_are_refused_and_masters_written(tmp_path: Path) -> None:
-    shape = ["cluster=1x4", "cluster.tp=2", "model.vocab_size=512"]
-    run(llama(tmp_path, "grouped", "recipe=w4", *shape))
-    with pytest.raises(ValueError, match=r"cluster\.tp=2"):
-        export_quantized(tmp_path / "run", tmp_path / "out")
-    export_hf(tmp_path / "run", tmp_path / "masters")
-    found = loaded(tmp_path / "masters").state_dict()
-    for name, weight in theirs(Saved(newest(tmp_path / "run")).state()["weights"], 8).items():
-        assert torch.equal(found[name], weight), name
+BETWEEN_NODES = [
+    "recipe.weights={bits:8,scale_dtype:bf16}",
+    "recipe.weights_update={bits:4,block_size:16}",
+    "train.param_dtype=bf16",
+]
+PARTS = {  # shards of parts have padded rows
+    "8 bits": ["recipe=w8", "cluster=1x8", "cluster.gpus_per_node=6"],
+    "4 bits": ["recipe=w4", "cluster=1x4", "recipe.weights.block_size=16"],
+    "drawn": ["recipe=qsdp", "cluster=2x4", "recipe.exempt={max_ndim:0,below_numel:600}"],
+    "4 bits between nodes": ["recipe=amsp_node", "cluster=2x4", *BETWEEN_NODES],
+    "drawn differences": ["recipe=sdp4bit", "cluster=2x4", "recipe.weights={bits:6}"],
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_weights_of_tensor_parts(case: str, tmp_path: Path) -> None:
+    config = llama(tmp_path, "grouped", *PARTS[case], "cluster.tp=2", "model.ffn=40")
+    summary, want = run(config), gathered(restored(config))
+    weights = WireWeights(*open_run(tmp_path / "run"))
+    assert [n for n, w in want.items() if not torch.equal(weights.decoded(n), w)] == []
+    rows = {row.weights: row.heldout_loss for row in evaluate([tmp_path / "run"])}
+    near = partial(pytest.approx, rel=1e-6 if weights.dtype == torch.float32 else 1e-3)
+    assert rows["wire"] == near(summary["heldout_loss"])
+    assert rows["master"] == near(summary["heldout_loss_master"])
+    assert export_quantized(tmp_path / "run", tmp_path / "out", unfit="dense").step == 12
+    check_model(tmp_path / "out", theirs(want, 8))
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "opt", "qwen2"])
@@ -121,12 +141,12 @@ def test_weights_that_are_no_linear(tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
 
 
-def test_rounding_after_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_rounding_after_training(tp: int, tmp_path: Path) -> None:
     """A plain model, rounded with a wire's codec, is what that wire makes of the same masters."""
-    config = llama(tmp_path, "plain", "recipe=w4", "recipe.exempt.names=[embed*]")
-    engine = leave(config)
-    plain = llama(tmp_path, "plain", "recipe.exempt.names=[embed*]", f"run.dir={tmp_path}/plain")
-    leave(plain)
+    words = ["recipe.exempt.names=[embed*]", "cluster=1x4", f"cluster.tp={tp}"]
+    engine = leave(llama(tmp_path, "plain", "recipe=w4", *words))
+    leave(llama(tmp_path, "plain", *words, f"run.dir={tmp_path}/plain"))
     export_quantized(tmp_path / "plain", tmp_path / "out", codec=parse_codec("bits=4"))
     check_model(tmp_path / "out", theirs(gathered(engine), 16))
     text = (tmp_path / "out" / "README.md").read_text()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zpp_lab.codecs import BlockCodec, RawCodec
 from zpp_lab.config.codec import CodecConfig
+from zpp_lab.models.cut import merged
 from zpp_lab.tools.export.card import Card, write_card
 from zpp_lab.tools.export.model import (
     EXPORT_DTYPES,
@@ -244,18 +245,24 @@ def _grids(weights: WireWeights, names: list[str]) -> dict[str, Grid]:
         kinds.setdefault((codec.bits, codec.symmetric), []).append(name)
     grids: dict[str, Grid] = {}
     for (bits, symmetric), alike in kinds.items():
-        widest = widest_group((_block(weights, n), weights.saved.shapes[n][1]) for n in alike)
+        widest = widest_group((_block(weights, n), weights.parameter(n).shape[1]) for n in alike)
         grids |= dict.fromkeys(alike, Grid(bits, symmetric, widest))
     return grids
 
 
 def _codes(weights: WireWeights, name: str, grid: Grid, requantize: bool) -> Codes:
-    codec, shape = _block(weights, name), weights.saved.shapes[name]
+    codec, own = _block(weights, name), weights.parameter(name)
     if not grid.symmetric:
         return codes_with_zero_points(codec, weights.sent(name), grid.group)
     used = nearest_fitting(codec) if requantize else codec
-    payload = weights.payload(name, used)
-    return exact_codes(used, payload, weights.shard_numel(name), shape, grid.group)
+    parts = [
+        exact_codes(used, payload, own.shard_numel, own.shape, grid.group)
+        for payload in weights.payloads(name, used)
+    ]
+    if own.parts == 1:
+        return parts[0]
+    levels, scales = ([getattr(p, kind) for p in parts] for kind in ("levels", "scales"))
+    return Codes(parts[0].grid, merged(name, levels), merged(name, scales))
 
 
 def _block(weights: WireWeights, name: str) -> BlockCodec:

@@ -7,6 +7,7 @@ nodes keep weights, those are what that gather encodes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -20,6 +21,7 @@ from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig
 from zpp_lab.config.wires import FORWARD, GATHERS, UPDATE, Wire
+from zpp_lab.models.cut import cut_dim, merged, part_of
 from zpp_lab.runs.checkpoint.read import Saved, SavedWeights
 
 _CPU = torch.device("cpu")
@@ -49,13 +51,7 @@ class WireWeights:
     def _after(self, done: int) -> Recipe:
         """Of the step after `done` steps."""
         config, dtypes = self.config, (self.dtype, DTYPES[self.config.train.reduce_dtype])
-        made = Recipe(config.at(done).recipe, config.cluster.dp, *dtypes)
-        if config.cluster.tp > 1 and any(made.asks(wire) for wire in (FORWARD, UPDATE)):
-            raise ValueError(
-                f"cluster.tp={config.cluster.tp}: quantized weights of tensor parts are not "
-                "decoded yet: write the master weights with `zpp-lab export RUN --to hf`"
-            )
-        return made
+        return Recipe(config.at(done).recipe, config.cluster.dp, *dtypes)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,19 +71,12 @@ class WireWeights:
     def decoded(self, name: str, device: torch.device = _CPU) -> Tensor:
         """Return the whole parameter as the model computes with it, in `dtype`."""
         source, codec = self.sent(name, device), self.codecs[name]
-        if _raw(codec):
-            return source
-        out = torch.empty_like(source)
-        kernels.decode(self._layout(name, codec), self._encoded(name, codec, source), [out])
-        return out
+        return source if _raw(codec) else self._decoded(name, codec, source)
 
-    def payload(self, name: str, codec: Codec | None = None) -> Tensor:
-        """Return what all ranks send of one parameter: uint8 [W, nbytes] on the CPU."""
-        return self._encoded(name, codec or self.codecs[name], self.sent(name))
-
-    def shard_numel(self, name: str) -> int:
-        """Count the elements of one rank's shard, padding included."""
-        return self.parameter(name).shard_numel
+    def payloads(self, name: str, codec: Codec | None = None) -> list[Tensor]:
+        """Return what all ranks send of each tensor part: uint8 [W, nbytes] on the CPU."""
+        parts = self._encoded(name, codec or self.codecs[name], self.sent(name))
+        return [payload for _, payload, _ in parts]
 
     def source(self, name: str, device: torch.device = _CPU) -> Tensor:
         """Return the master weight in `dtype`, contiguous."""
@@ -99,10 +88,7 @@ class WireWeights:
         if _raw(codec):
             return master
         if not self.recipe.differences:
-            out = torch.empty_like(master)
-            payload = self._encoded(name, codec, master, UPDATE)
-            kernels.decode(self._layout(name, codec), payload, [out])
-            return out
+            return self._decoded(name, codec, master, UPDATE)
         chosen = self.saved.kept(name) if isinstance(self.saved, Saved) else None
         if chosen is None:
             raise ValueError(
@@ -118,16 +104,27 @@ class WireWeights:
         sent_by = self._after(max(0, self.saved.step - 1))
         return sent_by.codec(UPDATE, self.parameter(name))
 
-    def _layout(self, name: str, codec: Codec) -> Layout:
-        """One segment: neighbours in a unit's payload do not change its bytes."""
-        return Layout.build([name], [self.shard_numel(name)], [codec])
+    def _decoded(self, name: str, codec: Codec, source: Tensor, wire: Wire = FORWARD) -> Tensor:
+        """Return what ranks decode of the whole `source`."""
+        outs = []
+        for layout, payload, own in self._encoded(name, codec, source, wire):
+            outs.append(torch.empty_like(own))
+            kernels.decode(layout, payload, outs[-1:])
+        return merged(name, outs) if len(outs) > 1 else outs[0]
 
-    def _encoded(self, name: str, codec: Codec, source: Tensor, wire: Wire = FORWARD) -> Tensor:
-        layout, ranks = self._layout(name, codec), range(self.world)
+    def _encoded(
+        self, name: str, codec: Codec, source: Tensor, wire: Wire = FORWARD
+    ) -> Iterator[tuple[Layout, Tensor, Tensor]]:
+        """Yield each tensor part's layout, its payload, and the part of `source` in it."""
+        of, ranks = self.parameter(name), range(self.world)
         noise = Noise.of_owners(self.config.seed, self.saved.step, wire, ranks)
-        payload = torch.empty(len(ranks), layout.nbytes, dtype=torch.uint8, device=source.device)
-        kernels.encode(layout, [source], noise, payload)
-        return payload
+        for part in range(of.parts):
+            # one segment: neighbours in a unit's payload do not change its bytes
+            layout = Layout.build([name], [of.shard_numel], [codec], [part])
+            own = part_of(name, source, of.parts, part).contiguous() if of.parts > 1 else source
+            payload = own.new_empty(len(ranks), layout.nbytes, dtype=torch.uint8)
+            kernels.encode(layout, [own], noise, payload)
+            yield layout, payload, own
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -139,7 +136,11 @@ class WireWeights:
         return 1 if one else self.recipe.shards
 
     def parameter(self, name: str) -> Parameter:
-        return Parameter(name, self.shapes[name], self.world)
+        """Return what the ranks of a cell shard: the parameter, or a tensor part of it."""
+        shape, tp = self.shapes[name], self.config.cluster.tp
+        dim = cut_dim(name) if tp > 1 else None
+        own = tuple(n // tp if i == dim else n for i, n in enumerate(shape))
+        return Parameter(name, own, self.world, parts=1 if dim is None else tp)
 
 
 def _raw(codec: Codec) -> bool:
