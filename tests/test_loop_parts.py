@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from tests.engines.fsdp_world import run_world
 from tests.loop_base import RECIPES, everyone, refused
@@ -196,6 +197,32 @@ def accumulated() -> list[list[float]]:
         sharded = shard(model, {"order": "reversed"}, mesh=mesh, tp=tp)
         assert (sharded.parts is None) == (tp == 1)
         found.append(steps(model, sharded, adamw(model), range(2), 2, loss_of))
+    return found
+
+
+def with_checkpointing(which: str, model: Any, ids: Tensor) -> Tensor:
+    """Activations of the whole model, or of what layers consist of, are computed again, after a
+    forward without gradients."""
+    if which == "model":
+        loss: Tensor = checkpoint(partial(by_labels, model), ids, use_reentrant=False)
+    else:
+        kinds = {type(getattr(model.model.layers[0], name)) for name in ("self_attn", "mlp")}
+        apply_activation_checkpointing(model, check_fn=lambda m: type(m) in kinds)
+        loss = by_labels(model, ids)
+    with torch.no_grad():
+        model(ids[:1])
+    return loss
+
+
+def recomputed() -> list[Any]:
+    """Losses and norms of two steps of two micro-steps without and with activation checkpointing,
+    and what activations sent."""
+    found = []
+    for loss_of in (by_labels, *(partial(with_checkpointing, which) for which in ("model", "in"))):
+        model = family()
+        sharded = shard(model, {**QUANTIZED, "grads": {}}, tp=2)
+        losses = steps(model, sharded, adamw(model), range(2), 2, loss_of)
+        found.append([losses, sharded.bytes["acts_forward"].intra])
     return found
 
 
@@ -374,6 +401,19 @@ def refusals() -> dict[str, str]:
         register_fsdp_forward_method(apart, "score")
         return apart.score(ids)
 
+    def scaled(loss_of: Callable[[Any, Tensor], Tensor]) -> None:
+        model = family()
+        sharded = shard(model, "zero3", tp=2)
+        loss = loss_of(model, tokens(0, sharded.reader))
+        (loss / (1 + dist.get_rank() % 2)).backward()
+
+    def of_layers() -> None:
+        model = family()
+        sharded = shard(model, "zero3", tp=2)
+        for layer in model.model.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        by_labels(model, tokens(0, sharded.reader)).backward()
+
     def compiled_layer() -> Any:
         fine.model.layers[0].compile()
         return fine(ids)
@@ -405,10 +445,18 @@ def refusals() -> dict[str, str]:
         "different other arguments": lambda: fine(
             ids, labels=ids, num_items_in_batch=1 + dist.get_rank()
         ),
+        "different gradients of the loss": lambda: scaled(by_labels),
+        "gradients of the loss:": lambda: scaled(by_logits),
+        "checkpointing of layers": of_layers,
         "builtin_function_or_method": lambda: fine(ids, attention_mask=print),
         "CheckpointWrapper": lambda: wrapped(ids),
         "tokens from 250": lambda: fine(torch.full_like(ids, 250)),
         "labels from -1": lambda: fine(ids, labels=torch.full_like(ids, -1)),
+        "labels from -100": lambda: fine(ids, labels=ids * 0 - 100, ignore_index=-1),
+        "20 labels": lambda: fine(ids, labels=ids[:, :10]),
+        "shape (0, 12)": lambda: fine(ids[:0]),
+        "shape (12,)": lambda: fine(ids[0]),
+        "by name, such as labels": lambda: fine(ids, None, None, None, None, ids),
         "different tokens": lambda: fine.eval()(tokens(0, dist.get_rank())),
         "have different tokens": late,
         "model's model ": lambda: later.model(ids),
@@ -442,6 +490,7 @@ def of_four(folder: str, chosen: dict[str, Config]) -> dict[str, Any]:
     model = transformers.AutoModelForCausalLM.from_config(plain)
     found["runs"]["hf"] = as_run(chosen["hf"], model, cluster="1x4", tp=2)
     found["families"] = {kind: as_transformers(kind) for kind in FAMILIES}
+    found |= {"recomputed": recomputed()}
     found |= {"counted": counted(), "accumulated": accumulated(), "saved": saved(place / "saved")}
     return found | {"torchtitan": torchtitan(), "refused": refusals()}
 
@@ -512,6 +561,12 @@ def test_micro_steps_and_losses_of_ones_own(answers: dict[str, Any]) -> None:
     one, two, own = answers["accumulated"]
     assert two == pytest.approx(one, rel=1e-5)
     assert own == pytest.approx(two, rel=1e-5)
+
+
+def test_activations_are_computed_again_to_the_same_bits(answers: dict[str, Any]) -> None:
+    (plain, sent), (whole, twice), (inner, once) = answers["recomputed"]
+    assert plain == whole == inner
+    assert (twice, once) == (2 * sent, sent)
 
 
 def test_checkpoints_are_read_with_any_parts(answers: dict[str, Any]) -> None:

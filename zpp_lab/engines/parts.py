@@ -27,7 +27,7 @@ from zpp_lab.collectives.plan import Bytes, Plan, add_bytes, leg_bytes
 from zpp_lab.collectives.transport import ProcessGroups
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.cluster import CELL, ClusterConfig
-from zpp_lab.config.wires import ACTS_BACKWARD, Wire
+from zpp_lab.config.wires import ACTS_FORWARD, Wire
 from zpp_lab.engines.frozen import mark_all
 from zpp_lab.engines.fsdp.base import own_rows, place_in_whole
 from zpp_lab.engines.fsdp.comm import managed
@@ -35,7 +35,6 @@ from zpp_lab.engines.fsdp.mesh import Ranks, mesh_of_parts
 from zpp_lab.engines.fsdp.wrap import Wrapped
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.models.cut import ROWS, Parted, cut_dim, map_state, part_state
-from zpp_lab.models.loss import IGNORED
 from zpp_lab.models.stages import stage_state
 from zpp_lab.runs.checkpoint.read import Rows, State
 
@@ -112,6 +111,11 @@ def reader_of(cluster: ClusterConfig) -> int:
     return cluster.members(CELL, rank).index(rank)
 
 
+def _backward() -> int:
+    """Return the number of the backward under way in this thread, -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
 class LoopParts(OwnPart):
     """The same in a user training loop, which announces neither the number of tokens nor the last
     micro-step. `plans`: by the steps done when each begins.
@@ -132,9 +136,9 @@ class LoopParts(OwnPart):
         self.plans, self.cluster = plans, cluster
         self.backwards = self.tokens = 0  # those that have ended; of the last forward
         self.model, self.classes = model, model.embed.weight.shape[0] * self.tp
-        self.compared: set[bool] = set()  # whether inputs were, between parts, in training or not
+        self.compared: set[tuple[str, ...]] = set()  # what parts have compared, by names
         self.running = -1  # the backward under way
-        self.seen = False  # whether the current forward has read its tokens
+        self.seen: int | None = None  # in which `_backward` the forward has read its tokens
         self.aside: dict[str, Tensor] = {}
         self.parameters: Callable[[], dict[str, nn.Parameter]] = dict  # the masters
         model.watch = self
@@ -157,7 +161,7 @@ class LoopParts(OwnPart):
         def look(name: str, *_: Any) -> None:
             if torch.compiler.is_compiling():
                 refuse(name)
-            elif name and not (entered() and self.seen):
+            elif name and (self.seen != _backward() or (_backward() == -1 and not entered())):
                 raise ValueError(
                     f"tp={self.tp}: the model's {name} was called by itself, where it has a part "
                     "of its parameters alone: call the model"
@@ -179,43 +183,53 @@ class LoopParts(OwnPart):
         the tokens, where one is no class, or where parts have different arguments: the last on all
         of them. On a GPU the host waits for that in the first forward of training and of evaluation
         alone."""
-        self.tokens = tokens.numel()
+        self._compare({"tokens": tokens, **given}, tokens.device)
+        self.tokens, shape = tokens.numel(), tuple(tokens.shape)
+        if len(shape) != 2 or not self.tokens:
+            raise ValueError(f"tokens of shape {shape}: use [batch, length], at least one token")
         if self.tokens % self.tp:
             raise ValueError(
                 f"tp={self.tp} does not divide the {self.tokens} tokens of a micro-batch of "
-                f"{tuple(tokens.shape)}: pad sequences to a multiple"
+                f"{shape}: pad sequences to a multiple"
             )
-        self._compare({"tokens": tokens, **given}, tokens.device)
         self.check("tokens", tokens)
-        self.seen = True
+        self.seen = _backward()
 
-    def check(self, kind: str, values: Tensor) -> None:
-        """Look for tokens or labels that are no class."""
+    def check(self, kind: str, values: Tensor, ignored: int | None = None) -> None:
+        """Look for tokens or labels that are neither a class nor `ignored`."""
+        if values.numel() != self.tokens:
+            raise ValueError(f"{values.numel()} {kind} of {self.tokens} tokens: give one for each")
         known = (values >= 0) & (values < self.classes)
-        known = (known | (values == IGNORED) if kind == "labels" else known).all()
+        known = (known if ignored is None else known | (values == ignored)).all()
         if values.is_cuda:  # as torch's embedding: the host does not wait
             torch._assert_async(known)
         elif not known:
-            besides = f", and {IGNORED} where there is none" if kind == "labels" else ""
+            besides = "" if ignored is None else f", and {ignored} where there is none"
             raise ValueError(
                 f"{kind} from {int(values.min())} to {int(values.max())} with a vocabulary of "
                 f"{self.classes}: use 0 to {self.classes - 1}{besides}"
             )
 
+    def look_back(self, grad: Tensor) -> None:
+        """Compare the gradient of a loss between parts, of each of which the rest of backward makes
+        a term. ValueError as in `see`."""
+        few = grad if grad.ndim == 2 else torch.stack(grad.aminmax(dim=-1))  # of whole logits
+        self._compare({"gradients of the loss": few}, grad.device)
+
     def _compare(self, given: Mapping[str, Any], device: torch.device) -> None:
-        """ValueError where parts were given different arguments."""
-        same, training = self._same(given, device), self.model.training
+        """ValueError where parts have different values."""
+        same, names = self._same(given, device), (str(self.model.training), *given)
         why = (
             f"tp={self.tp}: ranks of one tensor-parallel group have different {{}}: give them the "
-            "same batch, number Sharded.reader of Sharded.readers (the data loaders of Trainer and "
-            "accelerate cannot)"
+            "same loss of the same batch, number Sharded.reader of Sharded.readers (the data "
+            "loaders of Trainer and accelerate cannot)"
         )
-        if device.type == "cuda" and training in self.compared:
-            torch._assert_async(same, why.format("inputs"))
+        if device.type == "cuda" and names in self.compared:
+            torch._assert_async(same, why.format("inputs" if len(given) > 1 else names[-1]))
         elif not same:
             differ = [n for n, one in given.items() if not self._same({n: one}, device)]
             raise ValueError(why.format(" and ".join(differ)))
-        self.compared.add(training)
+        self.compared.add(names)
 
     @torch.no_grad()
     def _same(self, given: Mapping[str, Any], device: torch.device) -> Tensor:
@@ -233,14 +247,29 @@ class LoopParts(OwnPart):
             (every,) = self.raw("inputs", [torch.stack((number, mark_all(tensors, device)))])
         return (every == every[0]).all()
 
+    def gather(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
+        self._follow_backward(wire)
+        return super().gather(wire, place, xs)
+
     def scatter(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
-        if wire == ACTS_BACKWARD and self.running != (now := torch._C._current_graph_task_id()):
-            self.running = now
-            self._begin()
+        self._follow_backward(wire)
         return super().scatter(wire, place, xs)
 
+    def _follow_backward(self, wire: Wire) -> None:
+        """Begin a backward at its first exchange, which may be that of a forward computed again.
+        ValueError where layers alone are, whose tokens may be those of an earlier forward."""
+        now = _backward()
+        if wire == ACTS_FORWARD and now not in (-1, self.seen):
+            raise ValueError(
+                f"tp={self.tp} is not built for activation checkpointing of layers: checkpoint "
+                "self_attn and mlp in them, or the whole model, or leave it out"
+            )
+        if now not in (-1, self.running):
+            self.running = now
+            self._begin()
+
     def _begin(self) -> None:
-        """Prepare a backward at its first exchange, before any gradient is reduced."""
+        """Prepare a backward, before any gradient is reduced."""
         self.plain = False  # a forward without gradients may have come between
         own = self.parameters()
         self.aside = {n: g for n in self.shared if (g := own[n].grad) is not None}
@@ -279,7 +308,7 @@ class LoopParts(OwnPart):
 
     def enter(self, phase: int) -> None:
         """Begin a forward, in a phase."""
-        self.seen = False
+        self.seen = None
         self.follow(self.plans[phase].parts)
 
 

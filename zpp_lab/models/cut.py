@@ -59,8 +59,12 @@ class Watch(Protocol):
         """Look at a forward's tokens and its other arguments."""
         ...
 
-    def check(self, kind: str, values: Tensor) -> None:
-        """Look for tokens or labels that are no class."""
+    def check(self, kind: str, values: Tensor, ignored: int | None = None) -> None:
+        """Look for tokens or labels that are neither a class nor `ignored`."""
+        ...
+
+    def look_back(self, grad: Tensor) -> None:
+        """Look at the gradient of a loss with respect to scores or whole logits."""
         ...
 
 
@@ -179,6 +183,7 @@ class Parted(nn.Module):
         self, xs: Sequence[Tensor], targets: Tensor, share: Tensor | None = None, each: bool = False
     ) -> Tensor:
         xs = [lane.norm(x) for lane, x in zip(self.lanes, xs, strict=True)]
+        self.check(targets, IGNORED)
         scores = self.scores(self.part_logits(xs), targets.flatten(), each)
         if each:
             return scores
@@ -195,14 +200,21 @@ class Parted(nn.Module):
 
     def scores(self, logits: Sequence[Tensor], targets: Tensor, each: bool = False) -> Tensor:
         """Return the scores of targets [N], as `_PartLoss`."""
-        if self.watch is not None:
-            self.watch.check("labels", targets)
         made: Tensor = _PartLoss.apply(self.exchanges, targets, self._first(logits), each, *logits)
-        return made
+        return self._watched(made)
+
+    def check(self, targets: Tensor, ignored: int) -> None:
+        if self.watch is not None:
+            self.watch.check("labels", targets, ignored)
 
     def whole_logits(self, logits: Sequence[Tensor]) -> Tensor:
         """Bring every part all logits: [batch, length, vocab]."""
         made: Tensor = _WholeLogits.apply(self.exchanges, self._first(logits), self.shape, *logits)
+        return self._watched(made)
+
+    def _watched(self, made: Tensor) -> Tensor:
+        if self.watch is not None and made.requires_grad:
+            made.register_hook(self.watch.look_back)
         return made
 
     def _first(self, logits: Sequence[Tensor]) -> list[int]:

@@ -180,7 +180,7 @@ class LoopModel(PartModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        *,
+        *others: Any,
         labels: Tensor | None = None,
         use_cache: bool | None = None,  # by default transformers' own: masks depend on it
         return_dict: bool | None = None,
@@ -190,6 +190,11 @@ class LoopModel(PartModel):
         the loss is taken in parts. ValueError for what generation and adapters ask beside."""
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
+        if others:
+            raise ValueError(
+                f"tp={self.tp}: the forward was given {3 + len(others)} arguments by place: give "
+                "all after position_ids by name, such as labels=labels"
+            )
         of_loss = {key: more.pop(key) for key in _OF_LOSS if key in more}
         self._check(input_ids, more, bool(use_cache))
         assert input_ids is not None
@@ -233,6 +238,7 @@ class LoopModel(PartModel):
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.flatten().to(logits[0].device)
+        self.check(targets, ignore_index)
         targets = targets.masked_fill(targets == ignore_index, IGNORED)
         total = self.scores(logits, targets)[0].sum()
         if num_items_in_batch is None:
