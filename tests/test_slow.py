@@ -23,6 +23,7 @@ def write(folder: Path, monkeypatch: pytest.MonkeyPatch, **bodies: str) -> None:
     monkeypatch.chdir(folder)
 
 
+@pytest.mark.slow
 def test_each_file_says_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, monkeypatch, **BODIES)
     said: list[str] = []

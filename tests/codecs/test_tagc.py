@@ -208,6 +208,7 @@ def compared() -> dict[str, str]:
     return fsdp_parity.compare(["tagc"], 1, 2, steps=3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 def test_engines_agree_on_its_recipe() -> None:
     """Also on what its encoders remember, which counts on what they have sent."""

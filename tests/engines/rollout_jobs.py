@@ -29,7 +29,7 @@ from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.models import build_model
 from zpp_lab.models.generate import generate
 
-VOCAB, END, NEW = 41, 40, 7
+VOCAB, END, NEW = 41, 40, 4
 GATHERS: tuple[Literal["rollout", "token"], ...] = ("rollout", "token")
 S4 = {**Q4, **STOCHASTIC}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -133,7 +133,13 @@ def written(folder: str, shape: Shape, case: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize(
     ("shape", "case"),
-    [(PARTS, "mixed"), (PARTS, "qwen2"), (BOTH, "acts8"), (STAGES, "interleaved")],
+    [
+        (BOTH, "acts8"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((PARTS, "mixed"), (PARTS, "qwen2"), (STAGES, "interleaved"))
+        ),
+    ],
     ids=str,
 )
 def test_checkpoints_hold_whole_tensors_whatever_the_shape(

@@ -82,7 +82,7 @@ TRAIN: list[dict[str, Any]] = [
 ]
 
 
-ANYWHERE = ("zeropp", "stochastic")  # and the others on one cluster each
+ANYWHERE = ("stochastic",)  # and the others on one cluster each
 EVERYWHERE = [
     pytest.param(case, cluster, id=f"{case}-{cluster[0]}x{cluster[1]}")
     for i, case in enumerate(CASES)

@@ -140,7 +140,7 @@ def test_plans_know_a_models_width_and_blocks() -> None:
     assert engine.plan.step_bytes() == plan_of(engine.config).step_bytes()
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen3"])
+@pytest.mark.parametrize("kind", [pytest.param("mistral", marks=pytest.mark.slow), "qwen3"])
 def test_raw_parts_train_and_are_evaluated_as_the_whole_model(kind: str) -> None:
     options = {"sliding_window": 16} if kind == "mistral" else {}
     one, two = engine_of(kind, (1, 2, 1), **options), engine_of(kind, (1, 4, 2), **options)

@@ -34,8 +34,10 @@ def outcome(model: Any, share: Tensor | None) -> tuple[Tensor, list[Tensor], Ten
         return loss.detach(), grads, token_losses(model, x, targets)
 
 
-@pytest.mark.parametrize("kind", [*CASES, "gpt2"])
-@pytest.mark.parametrize("share", [None, torch.tensor([2, 46])])
+@pytest.mark.parametrize(
+    ("kind", "share"),
+    [*((kind, torch.tensor([2, 46])) for kind in (*CASES, "gpt2")), ("gpt2", None)],
+)
 def test_chunks_give_the_whole_logits_losses(kind: str, share: Tensor | None) -> None:
     whole, cut = (build_model(settings(kind, loss_chunk=c), VOCAB, seed=1) for c in (0, CHUNK))
     loss, grads, held = outcome(whole, share)

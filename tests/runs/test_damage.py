@@ -174,14 +174,20 @@ def put_among(run: Path, other: Path, step: int = 6) -> None:
     shutil.copytree(other / name, run / name)
 
 
-@pytest.mark.parametrize("other", [("seed=2",), ("train.lr=0.1",), ("train.steps=14",)])
+@pytest.mark.parametrize(
+    "other",
+    [
+        "seed=2",
+        *(pytest.param(o, marks=pytest.mark.slow) for o in ("train.lr=0.1", "train.steps=14")),
+    ],
+)
 def test_another_runs_state_is_passed_over(
-    tmp_path: Path, other: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, other: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keep = "train.keep_checkpoints=3"
     trainer.run(small(tmp_path, keep, f"run.dir={tmp_path / 'undisturbed'}"))
     run = piece(tmp_path, "run", keep)
-    put_among(run, piece(tmp_path, "other", keep, *other))
+    put_among(run, piece(tmp_path, "other", keep, other))
     capsys.readouterr()
     trainer.run(small(tmp_path, keep))
     said = capsys.readouterr()
@@ -212,12 +218,12 @@ def test_a_run_of_other_losses_is_another_run(tmp_path: Path) -> None:
         trainer.run(small(tmp_path))
 
 
-@pytest.mark.parametrize("held", ["{}", '{"hash": 3, "tokenizer": "x", "vocab_size": 256}', "[]"])
-def test_a_resume_names_what_it_cannot_read_of_its_data(tmp_path: Path, held: str) -> None:
+def test_a_resume_names_what_it_cannot_read_of_its_data(tmp_path: Path) -> None:
     run = piece(tmp_path, "run", steps=3)
-    (run / "data.json").write_text(held)
-    with pytest.raises(ValueError, match=r"data\.json"):
-        trainer.run(small(tmp_path))
+    for held in ("{}", '{"hash": 3, "tokenizer": "x", "vocab_size": 256}', "[]"):
+        (run / "data.json").write_text(held)
+        with pytest.raises(ValueError, match=r"data\.json"):
+            trainer.run(small(tmp_path))
     (run / "data.json").unlink()  # as the error says
     assert trainer.run(small(tmp_path))["outcome"] == "finished"
 

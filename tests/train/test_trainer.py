@@ -77,7 +77,12 @@ STAGES = (
 
 
 @pytest.mark.parametrize(
-    "settings", [("recipe=qsdp",), PARTS, STAGES], ids=["whole", "tensor parts", "stages"]
+    "settings",
+    [
+        pytest.param(("recipe=qsdp",), id="whole"),
+        pytest.param(PARTS, id="tensor parts", marks=pytest.mark.slow),
+        pytest.param(STAGES, id="stages", marks=pytest.mark.slow),
+    ],
 )
 def test_resume_equals_an_undisturbed_run(settings: tuple[str, ...], tmp_path: Path) -> None:
     whole = small(tmp_path, *settings, f"run.dir={tmp_path / 'whole'}")
@@ -96,13 +101,14 @@ def test_resume_equals_an_undisturbed_run(settings: tuple[str, ...], tmp_path: P
     assert names[0] == names[1]
 
 
-def test_kills_change_no_bit(tmp_path: Path) -> None:
-    steps, rng = "train.steps=60", random.Random(0)
+@pytest.mark.parametrize(("last", "enough"), [(30, 2), pytest.param(60, 4, marks=pytest.mark.slow)])
+def test_kills_change_no_bit(tmp_path: Path, last: int, enough: int) -> None:
+    steps, rng = f"train.steps={last}", random.Random(0)
     run(small(tmp_path, steps, "recipe=zeropp", f"run.dir={tmp_path / 'whole'}"))
     killed = small(tmp_path, steps, "recipe=zeropp", f"run.dir={tmp_path / 'killed'}")
     context = forks()
     kills = 0
-    while kills < 4:
+    while kills < enough:
         process = context.Process(target=_run_quietly, args=(killed,))
         process.start()
         _wait_for_progress(tmp_path / "killed", process)
@@ -139,10 +145,12 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
         run(small(tmp_path, "train.steps=2", "train.lr=0.1"))
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "\0"])
 @pytest.mark.parametrize(
-    ("name", "ended"),
-    [("summary.json", True), ("config.yaml", True), ("data.json", False), ("commits.json", False)],
+    ("name", "ended", "text"),
+    [
+        *(("summary.json", True, "{"), ("summary.json", True, "[1]"), ("config.yaml", True, "\0")),
+        *(("config.yaml", True, "[1]"), ("data.json", False, "\0"), ("commits.json", False, "{")),
+    ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, ended: bool, text: str) -> None:
     """Never a traceback, nor a start from step 0 that drops what there is."""

@@ -33,7 +33,7 @@ def of_transformers(folder: Path, kind: str) -> Config:
     return replace(small(folder, "train.lr=0.03"), model=replace(made, lora=lora("q4", rank=2)))
 
 
-@pytest.mark.parametrize("base", ["raw", "q4"])
+@pytest.mark.parametrize("base", [pytest.param("raw", marks=pytest.mark.slow), "q4"])
 def test_the_built_in_decoder_merged(base: str, tmp_path: Path) -> None:
     config = llama(tmp_path, base)
     summary = run(config)
@@ -43,7 +43,9 @@ def test_the_built_in_decoder_merged(base: str, tmp_path: Path) -> None:
     assert heldout_loss(model, config) == pytest.approx(summary["heldout_loss_master"], rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["opt", "gpt2", "qwen2"])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", *(pytest.param(k, marks=pytest.mark.slow) for k in ("opt", "qwen2"))]
+)
 def test_models_of_transformers_merged(kind: str, tmp_path: Path) -> None:
     config = of_transformers(tmp_path, kind)
     summary = run(config)
@@ -70,21 +72,19 @@ def test_the_wire_brings_the_adapters_and_not_their_sum_with_the_base(tmp_path: 
 # ---------------------------------------------------------------------- peft
 
 
-def test_peft_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
+def test_peft_itself(kind: str, tmp_path: Path) -> None:
     import peft  # takes seconds
 
-    for kind in ("llama", "gpt2"):
-        folder = tmp_path / kind
-        folder.mkdir()
-        config = llama(folder, "raw") if kind == "llama" else of_transformers(folder, kind)
-        raw = replace(config, model=replace(config.model, lora=lora("raw", rank=2)))
-        summary = run(raw)
-        export_peft(folder / "run", folder / "out")
-        model = peft.PeftModel.from_pretrained(
-            loaded(folder / "base", dtype=torch.float32), str(folder / "out")
-        )
-        found = heldout_loss(model.eval(), raw)
-        assert found == pytest.approx(summary["heldout_loss_master"], rel=1e-6)
+    config = llama(tmp_path, "raw") if kind == "llama" else of_transformers(tmp_path, kind)
+    raw = replace(config, model=replace(config.model, lora=lora("raw", rank=2)))
+    summary = run(raw)
+    export_peft(tmp_path / "run", tmp_path / "out")
+    model = peft.PeftModel.from_pretrained(
+        loaded(tmp_path / "base", dtype=torch.float32), str(tmp_path / "out")
+    )
+    found = heldout_loss(model.eval(), raw)
+    assert found == pytest.approx(summary["heldout_loss_master"], rel=1e-6)
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

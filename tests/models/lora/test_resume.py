@@ -45,6 +45,7 @@ def cut_off(done: Path, cut: Path) -> None:
         shutil.rmtree(path)
 
 
+@pytest.mark.slow  # the virtual engine's; real ranks are quick
 def test_a_resumed_run_is_an_undisturbed_one(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     done = run(config)

@@ -166,8 +166,8 @@ def test_a_placement_is_explained(capsys, tmp_path: Path) -> None:
     replace(load_machine("h200"), bus=bus).save(path)
     words = [*LARGE, *BF16, "engine=fsdp", "recipe=zero3", "cluster.nodes=1", "train.batch_size=1"]
     words += ["cluster.gpus_per_node=1", "train.masters=split", "engine.place=auto"]
-    words = [word for word in words if word != "cluster=1x4"]
-    memory = ["--gpu-gib", "18", "--machine", str(path)]
+    words = [*(word for word in words if word != "cluster=1x4"), "model.layers=6"]
+    memory = ["--gpu-gib", "7", "--machine", str(path)]
     code, found = planned(capsys, *words, "engine.host_gib=4000", *memory)
     assert code == 0
     assert found["units_in_host_memory"] == found["place"]

@@ -214,7 +214,7 @@ W4 = (
 )
 
 
-@pytest.mark.parametrize("cluster", ["1x2", "2x1"])
+@pytest.mark.parametrize("cluster", [pytest.param("1x2", marks=pytest.mark.slow), "2x1"])
 def test_both_engines_agree(tmp_path: Path, cluster: str) -> None:
     arms = {"raw": (), "w4": W4}
     real = ("engine=fsdp", "engine.ordered=true", "engine.device=cpu", "engine.threads=1")
@@ -232,7 +232,7 @@ def test_both_engines_agree(tmp_path: Path, cluster: str) -> None:
         assert same_end(config, other), arm
 
 
-@pytest.mark.parametrize("where", ["line 3", "line 4"])
+@pytest.mark.parametrize("where", ["line 3", pytest.param("line 4", marks=pytest.mark.slow)])
 def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, where: str) -> None:
     """A checkpoint every two steps: one kill before it, one behind the line that it follows."""
     whole, other = small(tmp_path, "whole", *W4), small(tmp_path, "killed", *W4)

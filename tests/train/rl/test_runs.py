@@ -231,7 +231,13 @@ def kill_and_resume(where: str, config: Config) -> None:
     run(config)
 
 
-@pytest.mark.parametrize("where", ["rollout 2", "rollout 3", "reward 4", "line 4", "line 5"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        *("rollout 3", "reward 4", "line 5"),
+        *(pytest.param(w, marks=pytest.mark.slow) for w in ("rollout 2", "line 4")),
+    ],
+)
 def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, where: str, whole: Config) -> None:
     """Two steps a rollout, a checkpoint every three: line 4 and 5 resume between two steps."""
     other = small(tmp_path, "killed")
