@@ -1,9 +1,10 @@
 """Puts what a call brought back to the kept runs: `keep.py OUT...`
 
 OUT is run.sh's folder, with an archive of each study. experiments/reference/NAME.tar.xz then has
-every run of study NAME that ended, which run.sh and the report go by; a run that is there twice
-must be equal, and all of a study must have read the same tokens (../collect.py). RUNS: another
-folder of such archives, such as a rehearsal's. ../archives.csv then has their hashes.
+every run of study NAME that ended, which run.sh and the report go by, or the archive of several
+studies that has NAME; a run that is there twice must be equal, and all of a study must have read
+the same tokens (../collect.py). RUNS: another folder of such archives, such as a rehearsal's.
+../archives.csv then has their hashes.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
-
-import yaml
 
 HERE = Path(__file__).parent
 KEPT = Path(os.environ.get("RUNS", HERE))
@@ -32,39 +31,51 @@ def main() -> int:
 
 
 def kept(study: str, archives: list[Path]) -> int:
-    target = KEPT / f"{study}.tar.xz"
+    target = archive_of(study)
     with tempfile.TemporaryDirectory() as temporary:
-        root = Path(temporary, "study")
-        before = [target] if target.is_file() else []
-        words = [sys.executable, str(HERE.parent / "collect.py"), str(root)]
+        unpack = ["tar", "xJf", str(target), "-C", temporary]
+        if target.is_file() and (code := subprocess.run(unpack, check=False).returncode):
+            return code
+        there = set(Path(temporary).rglob("*"))
+        words = [sys.executable, str(HERE.parent / "collect.py"), str(Path(temporary, study))]
         done = subprocess.run(
-            [*words, *map(str, before + archives)], capture_output=True, text=True, check=False
+            [*words, *map(str, archives)], capture_output=True, text=True, check=False
         )
         if done.returncode:
             print(done.stderr, end="", file=sys.stderr)
             return done.returncode
-        return pack(root, target)
+        return pack(Path(temporary), target, there)
 
 
-def pack(root: Path, target: Path) -> int:
-    name = yaml.safe_load((root / "study.yaml").read_text())["name"]
+def archive_of(study: str) -> Path:
+    """Where the study's runs are, or are to be."""
+    own = KEPT / f"{study}.tar.xz"
+    for path in [] if own.is_file() else sorted(KEPT.glob("*.tar.xz")):
+        with tarfile.open(path) as tar:
+            if any(name.split("/")[0] == study for name in tar.getnames()):
+                return path
+    return own
+
+
+def pack(root: Path, target: Path, there: set[Path]) -> int:
+    """`there`: what was kept before, unfinished runs too, and stays."""
     part = target.with_suffix(".part")
     with tarfile.open(part, "w:xz", preset=9 | lzma.PRESET_EXTREME) as tar:
         # files of one name next to each other: 4 % smaller
         for path in sorted(root.rglob("*"), key=lambda path: (path.name, path)):
-            if path.is_file() and ended(root, path):
-                tar.add(path, f"{name}/{path.relative_to(root)}", filter=plain)
+            if path.is_file() and (path in there or ended(root, path)):
+                tar.add(path, path.relative_to(root), filter=plain)
     part.replace(target)
-    runs = {path.parent for path in root.glob("*/seed*/*") if ended(root, path)}
+    runs = {path.parent for path in root.glob("*/*/seed*/*") if ended(root, path)}
     print(f"{len(runs)} runs, {target}: {target.stat().st_size / 1e6:.2f} MB")
     return 0
 
 
 def ended(root: Path, path: Path) -> bool:
-    """Whether the file is the study's own, or of a run that ended."""
+    """Whether the file is a study's own, or of a run that ended."""
     folder = path.parent
     ends = (folder / "summary.json", folder / "failure.json")
-    return folder == root or any(end.is_file() for end in ends)
+    return folder.parent == root or any(end.is_file() for end in ends)
 
 
 def plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "collect.py"
+KEEP = SCRIPT.parent / "reference" / "keep.py"
 
 
 def write_run(folder: Path, losses: list[float], *, finished: bool = True, data: str = "d") -> None:
@@ -92,3 +94,39 @@ def test_archives_that_are_cut_or_something_else_are_named(tmp_path: Path) -> No
         file.add(tmp_path / "two", "two")
     assert "holds 0 studies" in collect(tmp_path / "all", tmp_path / "two.tar.gz").stderr
     assert not (tmp_path / "all").exists()
+
+
+def test_a_study_is_taken_from_an_archive_of_several(tmp_path: Path) -> None:
+    for study in ("s", "other"):
+        write_run(tmp_path / "one" / study / "zero3" / "seed1", [3.0])
+        (tmp_path / "one" / study / "study.yaml").write_text("")
+    with tarfile.open(tmp_path / "one.tar.gz", "w:gz") as file:
+        file.add(tmp_path / "one", "")
+    refused = collect(tmp_path / "all", tmp_path / "one.tar.gz")
+    assert refused.returncode == 1
+    assert "one.tar.gz/other or " in refused.stderr
+    assert collect(tmp_path / "all", tmp_path / "one.tar.gz" / "s").returncode == 0
+    assert (tmp_path / "all" / "zero3" / "seed1" / "summary.json").is_file()
+
+
+def test_runs_are_kept_in_the_archive_that_has_their_study(tmp_path: Path) -> None:
+    kept, archive = tmp_path / "kept", tmp_path / "kept" / "s.tar.xz"
+    for study in ("s", "other"):
+        write_run(kept / study / "zero3" / "seed1", [3.0])
+        (kept / study / "study.yaml").write_text("")
+    with tarfile.open(archive, "w:xz") as file:
+        for study in ("s", "other"):
+            file.add(kept / study, study)
+    for study in ("s", "other", "new"):  # a file of its own is for a study that none has
+        write_run(tmp_path / study / "s" / "w8" / "seed1", [2.0])
+        (tmp_path / study / "s" / "study.yaml").write_text("")
+        with tarfile.open(tmp_path / f"{study}.tar.gz", "w:gz") as file:
+            file.add(tmp_path / study / "s", study)
+    words = [sys.executable, str(KEEP), str(tmp_path)]
+    subprocess.run(words, env=os.environ | {"RUNS": str(kept)}, check=True)
+    ends = {}
+    for path in kept.glob("*.tar.xz"):
+        with tarfile.open(path) as file:
+            ends[path.name] = sorted(n for n in file.getnames() if n.endswith("summary.json"))
+    both = [f"{s}/{arm}/seed1/summary.json" for s in ("other", "s") for arm in ("w8", "zero3")]
+    assert ends == {"s.tar.xz": both, "new.tar.xz": ["new/w8/seed1/summary.json"]}
