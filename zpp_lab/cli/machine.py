@@ -18,7 +18,10 @@ PLAN = """Nothing is allocated or trained.
 MEMORY = "memory of a GPU in GiB (default: this machine's, or 80)"
 TIMES = "predict times: a file written by `bench calibrate`, or a name such as h200"
 LINKS = "with --machine: link speeds of a node in Gbit/s, such as 12,25,max (default: max)"
-GPUS = "compare all splits of the model, dp × tp × pp, over so many GPUs on nodes of the cluster"
+GPUS = (
+    "compare all splits of the model, dp × tp × pp, over so many GPUs on nodes of the cluster; by "
+    "time with --machine, else by bytes"
+)
 GAP = "loss margin as a share of the baseline's loss, such as 0.01 (default: the study's margin)"
 ALLOW = "undecided: also the study's undecided arms; untested: without --study, any bits"
 NO_MACHINE = "--link-gbps works only with --machine, whose figures predict times"

@@ -133,6 +133,13 @@ def test_a_reason_for_all_layouts_is_said_once(capsys) -> None:
     assert capsys.readouterr().err.count("train.param_dtype=bf16") == 1
 
 
+def test_what_layouts_are_sorted_by_is_said(capsys) -> None:
+    assert found(capsys, "--gpus", "4", "--machine", "h200")["sorted_by"] == "seconds"
+    assert found(capsys, "--gpus", "4")["sorted_by"] == "bytes"
+    assert main(["plan", *MODEL, "--gpus", "4"]) == 0
+    assert "--machine" in capsys.readouterr().out
+
+
 def test_splits_that_the_model_does_not_have_are_listed(capsys) -> None:
     made = found(capsys, "--gpus", "8", "model.heads=4", "model.kv_heads=4")
     assert any("model.heads=4" in reason for reason in made["refused"])

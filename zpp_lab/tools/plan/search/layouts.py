@@ -35,6 +35,10 @@ COSTS = (
     "What each dimension costs, in ms of a step at {link} Gbit/s: dp what gathers, reductions and "
     "state in host memory add, tp exchanges of activations, pp the bubble and crossings."
 )
+UNTIMED = (
+    "Sorted by bytes between nodes, then inside nodes, so the first may not be the fastest: "
+    "sort by time with --machine h200, or a file of `zpp-lab bench calibrate`, and --link-gbps."
+)
 BUBBLE = (
     "Of the first layout's passes {share:.0%} is the bubble, (pp - 1) / (n + pp - 1) with n "
     "forwards a rank."
@@ -88,7 +92,7 @@ def layouts_command(
     machine: str | None,
     link_gbps: str,
 ) -> int:
-    """Print all layouts, the fastest first; return 0 where one fits, else 1."""
+    """Print all layouts, the best first; return 0 where one fits, else 1."""
     known = load_machine(machine) if machine else None
     speeds = time_shown.links(link_gbps)
     found, refused, assumed = layouts(overrides, gpus, gpu_gib, known, speeds)
@@ -229,8 +233,13 @@ def _overrides(given: Sequence[str], base: Config, cluster: ClusterConfig, times
 
 
 def as_dict(found: Sequence[Layout], refused: Sequence[str]) -> dict[str, Any]:
-    """Return everything shown, in bytes and seconds."""
-    return {"layouts": [_row(layout) for layout in found], "refused": list(refused)}
+    """Return everything shown, in bytes and seconds, and by which of them it is sorted."""
+    by = "seconds" if found[0].times else "bytes"
+    return {
+        "sorted_by": by,
+        "layouts": [_row(layout) for layout in found],
+        "refused": list(refused),
+    }
 
 
 def _row(layout: Layout) -> dict[str, Any]:
@@ -292,6 +301,8 @@ def _show(
             console.print(time_shown.EXCHANGES)
         if older := time_shown.host_lacks(machine):
             console.print(older)
+    elif len(found) > 1:
+        console.print(UNTIMED)
     for reason in refused:
         console.print(f"Not possible: {reason}", highlight=False)
     if not best.outlook.fits:
