@@ -26,6 +26,9 @@ from zpp_lab.config.compose import check_same_run, has_ended, run_dir
 from zpp_lab.config.flat import arm_of
 from zpp_lab.config.schema import FEW_HELDOUT, Config, heldout_notes
 from zpp_lab.data import PackedData, TokenData, open_data
+from zpp_lab.data.prepare import open_tokenizer
+from zpp_lab.data.prompts import open_prompts
+from zpp_lab.data.source import TextSource
 from zpp_lab.engines.base import Engine, NonFiniteError, StepResult
 from zpp_lab.engines.build import build_engine, pick_device
 from zpp_lab.engines.optim.build import learning_rate
@@ -34,20 +37,23 @@ from zpp_lab.runs.metrics import Record, encode, read, to_json
 from zpp_lab.runs.provenance import commit, machine_facts, note_commit, versions
 from zpp_lab.runs.tracker import Tracker
 from zpp_lab.runs.wandb.folder import read_summary, write_failure
-from zpp_lab.train.evaluation import DivergedError, DivergenceRule
+from zpp_lab.train.evaluation import DivergedError, DivergenceRule, LossReadout
 from zpp_lab.train.footprint import StartUp, crowded, of_ranks, peak_gib, retries, settled
 from zpp_lab.train.inputs import check_run
 from zpp_lab.train.launch.cause import memory_is_full
 from zpp_lab.train.profile import Profile
 from zpp_lab.train.resume import check_same_data, check_start, note_data, open_store, resume
 from zpp_lab.train.rl.learned import check_tokenizer
+from zpp_lab.train.rl.readout import SuccessReadout
 from zpp_lab.train.rl.rewards import RewardError
 from zpp_lab.train.rl.rollouts import from_first
+from zpp_lab.train.rl.source import Judge, RolloutSource
 from zpp_lab.train.speed import Meter
-from zpp_lab.train.tasks import Source, open_task
 from zpp_lab.train.time_slice import UNFINISHED, Signals, TimeSlice, writing_seconds
 
 Data = TokenData | PackedData
+Source = TextSource | RolloutSource
+Readout = LossReadout | SuccessReadout
 MANY = 64  # passes of a step from which on a line warns of so many
 
 
@@ -103,7 +109,7 @@ class Trainer:
             self.start_up.done("data")
             engine = build_engine(self.config, data.vocab_size, self.device)
             self.start_up.parted("engine", engine.built)
-            source, self.readout = open_task(self.config, engine, data, self.folder, self.rank)
+            source, self.readout = self._open_task(engine, data)
             self.meter = Meter(engine.plan, self.config, self.device, data.vocab_size)
             self.step = resume(self.config, engine, self.checkpoints)
             self.saved = self.began = self.step
@@ -173,6 +179,18 @@ class Trainer:
             print(note, file=sys.stderr)
 
     # ------------------------------------------------------------------ the loop
+
+    def _open_task(self, engine: Engine, data: Data) -> tuple[Source, Readout]:
+        """Open batches and readout of the run's task, before its engine loads a checkpoint."""
+        config = self.config
+        if config.task != "rl":
+            return TextSource(config, data), LossReadout(config, engine, data)
+        tokenizer = open_tokenizer(config.data, data.folder)
+        train, heldout = open_prompts(config, data.folder)
+        width = max(len(tokens) for split in (train, heldout) for tokens in split.tokens)
+        shared = (tokenizer, Judge(config, self.folder, self.rank), self.folder, width)
+        source = RolloutSource(config, engine, train, *shared)
+        return source, SuccessReadout(config, engine, heldout, *shared, offset=len(train))
 
     def _loop(self, engine: Engine, source: Source, tracker: Tracker | None) -> Record:
         """Train up to the last step; returns the last step's record."""
