@@ -73,6 +73,7 @@ CASES: dict[int, dict[Shape, tuple[str, ...]]] = {
     },
 }
 LOOPS = ("8bit_states", "split_zero3")  # of user training loops
+IN_LOOPS = ("late pieces", "a wait for pieces")  # of `twins`, what a loop is asked too
 
 
 def places(case: str, some: list[Place], world: int) -> list[Place]:
@@ -91,8 +92,9 @@ def names(world: int) -> list[str]:
         found += [name(f"loop, {c}", shape, p) for c in LOOPS for p in places(c, LOOP, world)]
     if world == 4:
         return found
-    late = (name for both in twins() for name in both[:2])
-    return [*found, "by the host", *FORGOTTEN, "loop without a wait", *late]
+    late = [name for both in twins() for name in both[:2]]
+    loops = [f"loop, {name}" for name in late if name.endswith(IN_LOOPS)]
+    return [*found, "by the host", *FORGOTTEN, "loop without a wait", *late, *loops]
 
 
 def name(case: str, shape: Shape, place: Place) -> str:
@@ -297,16 +299,22 @@ def main() -> None:
                 keep(name(f"loop, {case}", shape, place), found)
     host.STAGE, host.SMALL = whole  # a block's planes are in one stream
     if world < 4:
-        forgets = partial(loop, LOOPS[-1], shape, "host", wanted, device)
-        keep("loop without a wait", without_a_wait(forgets))
-        waits(transport, device, keep)
+        looped = partial(loop, LOOPS[-1], shape, "host", wanted, device)
+        keep("loop without a wait", without_a_wait(looped))
+        waits(transport, device, keep, looped)
     dist.barrier()
     torch.cuda.synchronize()
     os._exit(0)  # groups that are torn down may abort
 
 
-def waits(transport: Any, device: torch.device, keep: Callable[[str, Any], None]) -> None:
-    """Keep what shows that the device, and the host, wait for what has been held up."""
+def waits(
+    transport: Any,
+    device: torch.device,
+    keep: Callable[[str, Any], None],
+    looped: Callable[[], str],
+) -> None:
+    """Keep what shows that the device, and the host, wait for what has been held up; `looped`: what
+    a user training loop with its state on the host differs in."""
     keep("by the host", by_the_host("split_zero3", transport, device))
     case = "split_zero3"
     run = partial(outcome, case, transport=transport, device=device, steps=LONGER)
@@ -323,6 +331,9 @@ def waits(transport: Any, device: torch.device, keep: Callable[[str, Any], None]
                 patch.setattr(*part)
             keep(late, found(place))
             keep(forgotten, shows(partial(found, place), forgets))
+            if late in IN_LOOPS:
+                keep(f"loop, {late}", looped())
+                keep(f"loop, {forgotten}", shows(looped, forgets))
 
 
 if __name__ == "__main__":
