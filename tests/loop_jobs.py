@@ -4,6 +4,7 @@ order."""
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr
@@ -18,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.loop_base import (
@@ -428,6 +430,21 @@ def unfrozen_within(name: str) -> list[Any]:
     return refused(job, ValueError)
 
 
+def collected(name: str) -> list[list[str]]:
+    """Each rank's error where a sharded model is collected while an optimizer's hooks run."""
+
+    def job() -> None:
+        new(name)
+        hook = register_optimizer_step_post_hook(lambda *_: [gc.collect()])
+        try:
+            model, _, optimizer = new(name)
+            train(model, optimizer)
+        finally:
+            hook.remove()
+
+    return refused(job, RuntimeError)
+
+
 # ---------------------------------------------------------------------- dtypes
 
 
@@ -482,6 +499,26 @@ def bf16(name: str) -> list[Any]:
         said = re.findall(r"computes in (\w+)", printed.getvalue())
         found.append([losses, everyone(said)[0], str(sharded.plan.recipe.weights_dtype)])
     return found
+
+
+def converted(name: str) -> dict[str, list[list[str]]]:
+    """Each rank's error where the model is converted after `shard`, by where that is seen."""
+
+    def case(where: str) -> None:
+        model, sharded, optimizer = new(name, param_dtype="bf16")
+        if where == "at first":
+            model.double()
+        train(model, optimizer, range(1))
+        loss = model(data(1))
+        if where == "step":
+            loss.backward()
+        (model.layers[0] if where == "a layer" else model).double()
+        ends = {"state": sharded.state_dict, "step": optimizer.step, "backward": loss.backward}
+        with torch.set_grad_enabled(where != "evaluation"):
+            ends.get(where, lambda: model(data(1)))()
+
+    wheres = ("at first", "a layer", "forward", "evaluation", "backward", "step", "state")
+    return {where: refused(partial(case, where), ValueError) for where in wheres}
 
 
 # ---------------------------------------------------------------------- states

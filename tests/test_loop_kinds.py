@@ -34,6 +34,8 @@ from tests.loop_jobs import (
     Net,
     averaged,
     bf16,
+    collected,
+    converted,
     experts,
     forwards,
     frozen_alone,
@@ -69,6 +71,8 @@ JOBS: dict[Callable[..., Any], tuple[str, ...]] = {
     unfrozen_within: ("zeropp",),
     integers: INTEGERS,
     bf16: BF16,
+    converted: APART,
+    collected: ("zeropp",),
 }
 
 
@@ -83,6 +87,7 @@ FEWER: dict[Callable[..., Any], tuple[str, ...]] = {
     frozen_parts: ("zero3", "amsp_node"),
     integers: ("zeropp",),
     bf16: ("zeropp",),
+    converted: ("zeropp",),
     resumed: ("sdp4bit", "w8_then_w4"),
 }
 SOME = [(job, name) for job, name in ALL if name in FEWER.get(job, (name,))]
@@ -252,6 +257,10 @@ def test_layers_are_unfrozen_on_one_rank() -> None:
     assert early["moved"][1:3] == [["head", "laye"]] * 2
 
 
+def test_a_model_may_be_collected_within_another_ones_step(answers: Answers) -> None:
+    assert all(said == ["", ""] for said in answers["collected zeropp"])
+
+
 def test_unfreezing_between_micro_steps_is_refused(answers: Answers) -> None:
     said = answers["unfrozen_within zeropp"]
     assert same(said)
@@ -276,6 +285,14 @@ def test_a_bf16_model_computes_and_sends_in_bf16(name: str, answers: Answers) ->
     assert alone[1:] == [["bf16"], "torch.bfloat16"]
     assert otherwise[1:] == [["fp32"], "torch.float32"]
     assert alone[0] != otherwise[0]
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_model_is_not_converted_once_it_is_sharded(name: str, answers: Answers) -> None:
+    for where, said in answers[f"converted {name}"].items():
+        assert same(said), where
+        assert said[0][0] == "ValueError", where
+        assert re.search(r"layers\.0\..*float32.*float64.*param_dtype=.*masters=", said[0][1])
 
 
 @pytest.mark.parametrize("name", RESUMED)

@@ -22,7 +22,7 @@ import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache
 from itertools import zip_longest
 from typing import Any
 
@@ -108,6 +108,7 @@ class Loop:
         self.modules = [m for m in wrapped.by_name.values() if isinstance(m, nn.Module)]
         names = {id(p): n for n, p in model.named_parameters()}
         self.names = [n for module in self.modules for n in parameter_order(module, names)]
+        self.dtypes = {n: p.dtype for n, p in self.parameters().items()}
         if parts is not None:
             parts.parameters = self.parameters
         for module in self.modules:
@@ -120,9 +121,8 @@ class Loop:
             reduce.present.tell = self._reduces
         if hasattr(model, "reset_iter_state"):
             model.reset_iter_state = self.give_up  # type: ignore[assignment]
-        # the model holds us, torch's list of hooks does not
-        handle = register_optimizer_step_post_hook(partial(_tell, weakref.ref(self)))
-        weakref.finalize(self, handle.remove)
+        _watch_optimizers()
+        _LOOPS.add(self)  # the model holds us, the set does not
 
     @torch.no_grad()
     def norm(self) -> Tensor:
@@ -153,8 +153,6 @@ class Loop:
         """State lies where `placing` says: no optimizer but its own may step."""
         self.placing, self.kept.low = placing, placing.low
         placing.keep(self.parameters())
-        handle = register_optimizer_step_pre_hook(partial(_refuse_other, weakref.ref(self)))
-        weakref.finalize(self, handle.remove)
 
     def ended(self, norm: Tensor) -> None:
         """The optimizer of `placing` has taken a step's gradients, of this norm."""
@@ -293,6 +291,7 @@ class Loop:
     def _look(self, grad: bool) -> bool:
         """End a step that has ended, and bring what nodes keep up to date with the masters;
         returns whether it is."""
+        self.check_converted()
         kept = self.kept
         watched = self.marked is not None and not kept.stale
         if not grad and kept.updates and watched and self._changed():
@@ -347,6 +346,17 @@ class Loop:
             self._check_sums()
             clock.micro += 1
         self.reduced = reduced
+
+    def check_converted(self) -> None:
+        """ValueError for a converted model: much follows from the dtypes that it had at first."""
+        for name, p in self.parameters().items():
+            if p.dtype != (before := self.dtypes[name]):
+                raise ValueError(
+                    f"{name} was {before} when zpp_lab.shard took the model, and is {p.dtype} now: "
+                    "convert the model before zpp_lab.shard, or leave it, and pass param_dtype= "
+                    "for weights that travel and compute in another dtype, masters='split' for "
+                    "parameters in bf16"
+                )
 
     def _check_sums(self) -> None:
         """Sums can stay in the node only where the step's last micro-step is known beforehand."""
@@ -403,6 +413,7 @@ class Loop:
             return
         if self.asked != (running := torch._C._current_graph_task_id()):
             self.asked = running
+            self.check_converted()
             Variable._execution_engine.queue_callback(self._compare)  # type: ignore[attr-defined]
         if others or self.device.type == "cpu":
             self._compare()
@@ -517,18 +528,29 @@ class Loop:
         self.kept.stale, self.marked = bool(self.kept.updates), None
 
 
-def _tell(loop: weakref.ref[Loop], optimizer: Optimizer, *_: Any) -> None:
-    """Where the optimizer has parameters of the loop's model."""
-    if (own := loop()) is not None and _has(optimizer, own):
-        own.updated()
+# Hooks stay for good: one that went with its model would be removed while torch walks through them.
+_LOOPS: weakref.WeakSet[Loop] = weakref.WeakSet()
 
 
-def _refuse_other(loop: weakref.ref[Loop], optimizer: Optimizer, *_: Any) -> None:
-    own = loop()
-    if own is not None and optimizer is not own.placed and _has(optimizer, own):
-        raise ValueError(OTHER)
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
-def _has(optimizer: Optimizer, loop: Loop) -> bool:
-    known = {id(p) for p in loop.parameters().values()}
-    return any(id(p) in known for group in optimizer.param_groups for p in group["params"])
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    for loop in _of(optimizer):
+        loop.check_converted()
+        if loop.placing is not None and optimizer is not loop.placed:
+            raise ValueError(OTHER)
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for loop in _of(optimizer):
+        loop.updated()
+
+
+def _of(optimizer: Optimizer) -> list[Loop]:
+    """The loops of whose models the optimizer has parameters."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [x for x in list(_LOOPS) if not own.isdisjoint(map(id, x.parameters().values()))]

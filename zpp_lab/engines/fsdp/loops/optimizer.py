@@ -67,8 +67,15 @@ class PlacedAdamW(Optimizer):
                 "give it weights before"
             )
         self.names = {names[p]: p for p in every if p.requires_grad}
-        self._check_dtypes()
-        low = {p: placing.masters.low[n] for n, p in self.names.items() if placing.masters.cut}
+        cut = placing.masters.cut
+        fix = "bfloat16()" if cut else "float(), or set masters='split'"
+        for name, p in self.names.items():
+            if p.dtype != (torch.bfloat16 if cut else torch.float32):
+                raise ValueError(
+                    f"{name} is {p.dtype}, and masters={'split' if cut else 'fp32'}: convert the "
+                    f"model by model.{fix}"
+                )
+        low = {p: placing.masters.low[n] for n, p in self.names.items() if cut}
         there: Any = {
             plane: {self.names[n] for n in far & self.names.keys()}
             for plane, far in placing.far.items()
@@ -104,22 +111,10 @@ class PlacedAdamW(Optimizer):
         made.before = self._enter
         return made
 
-    def _check_dtypes(self) -> None:
-        """ValueError where a parameter is none of the kind of masters."""
-        cut = self.placing.masters.cut
-        fix = "bfloat16()" if cut else "float(), or set masters='split'"
-        for name, p in self.names.items():
-            if p.dtype != (torch.bfloat16 if cut else torch.float32):
-                raise ValueError(
-                    f"{name} is {p.dtype}, and masters={'split' if cut else 'fp32'}: convert the "
-                    f"model by model.{fix}"
-                )
-
     # ------------------------------------------------------------------ a step
 
     def forward(self, first: bool) -> None:
         """Begin a forward with gradients."""
-        self._check_dtypes()
         if self.clipped is not None and any(p.grad is not None for p in self.names.values()):
             raise ValueError(
                 "sharded.clip_grad_norm_ came before the step's last backward: call it after all "
@@ -204,7 +199,6 @@ class PlacedAdamW(Optimizer):
                 "the model's parameters were replaced after sharded.adamw, as to_empty() does: "
                 "call it afterwards"
             )
-        self._check_dtypes()
         if isinstance(self.resident, LoopByUnit):
             norm = self._end_by_unit(self.resident)
         else:
