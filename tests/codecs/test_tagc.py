@@ -99,7 +99,7 @@ def test_ones_of_two_ranks_carry_into_the_next_element() -> None:
     assert error(FOUR_BITS, x) < 1e-11
 
 
-@pytest.mark.parametrize("ranks", [3, 4, 8])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 def test_three_ranks_fill_the_sketch_beyond_what_peels(ranks: int) -> None:
     """1 - 0.8³ of all elements are kept by some rank, in half as many places: 0.98 each."""
     x = kept_by(ranks)

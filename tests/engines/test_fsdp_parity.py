@@ -25,15 +25,13 @@ QUICK = {
     ],
     (2, 2): [
         *("zeropp", "g8_4_hadamard", "zero3_reordered", "amsp_node", "w4_diff", "sdp4bit"),
-        *("diff2_g82", "loco", "diff_g84h", "g2_normal_ef", "sham", "kept_other_bits"),
-        *("differences_drawn", "differences_whole", "differences_fp32", "reversed_two_hops"),
-        *("memory_rules", "memory_second", "memory_hadamard_mixed", "grid_none_none_node"),
-        "grid_memory",
+        *("diff2_g82", "loco", "diff_g84h", "g2_normal_ef", "sham"),
+        *("reversed_two_hops", "memory_second", "grid_memory"),
     ],
     (1, 3): ["asymmetric_bf16_scales", "backward_other_codec", "8bit_states", "bf16_states"],
     (2, 1): [
         *("host_states", "residual_rate", "weights3", "kept", "differences"),
-        "memory_8bit",
+        *("memory_8bit", "differences_whole"),
     ],
     (3, 2): ["kept_drawn", "differences_normal"],
 }

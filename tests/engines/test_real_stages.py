@@ -15,7 +15,7 @@ from tests.two_ranks import answers_of, two_gpus, two_ranks
 FAST: dict[Shape, tuple[str, ...]] = {
     (1, 2, 1, 2): ("raw", "pipe8"),
     (1, 4, 1, 4): ("overlap",),
-    (2, 2, 1, 2): ("mixed", "interleaved_last", "overlap_last", "overlap_one", "states"),
+    (2, 2, 1, 2): ("mixed", "interleaved_last", "overlap_one"),
     (1, 4, 2, 2): ("acts8",),
 }
 NODES = ("differences", "differences_g4")  # need several nodes of a stage

@@ -141,10 +141,17 @@ PLACES = {
 }
 
 
-def test_state_in_host_memory_gives_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param(("some", "offload"), id="quick"),
+        pytest.param(("place",), id="rest", marks=pytest.mark.slow),
+    ],
+)
+def test_state_in_host_memory_gives_the_same_bits(tmp_path: Path, places: tuple[str, ...]) -> None:
     """Updates that wait for their unit's next forward are done before weights are gathered."""
     real = ("engine=fsdp", "engine.ordered=true", "engine.device=cpu", "engine.threads=1")
-    there = {name: small(tmp_path, name, *ARMS["w4"], *real, *PLACES[name]) for name in PLACES}
+    there = {name: small(tmp_path, name, *ARMS["w4"], *real, *PLACES[name]) for name in places}
     run_world(2, in_each_rank, *there.values())
     for name, other in there.items():
         own = [setting for setting in PLACES[name] if not setting.startswith("engine.")]
