@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -91,6 +91,16 @@ def coded(legs: Iterable[Leg]) -> list[Leg]:
     return [leg for leg in legs if not isinstance(leg.layout.segments[0].codec, plain)]
 
 
+class ActsPlan(Protocol):
+    """What an encoder needs of a plan of tensor parts or of stages."""
+
+    @property
+    def recipe(self) -> Recipe: ...
+
+    @property
+    def tp(self) -> int: ...
+
+
 class ActsEncoder:
     """Encodes activations of the tensor parts that read one batch; a whole model is one part.
 
@@ -99,13 +109,13 @@ class ActsEncoder:
     the errors of what the part encodes; None without telemetry.
     """
 
-    def __init__(self, plan: Any, clock: Clock, ledger: Ledger) -> None:
+    def __init__(self, plan: ActsPlan, clock: Clock, ledger: Ledger) -> None:
         self.plan, self.tp, self.clock, self.ledger = plan, plan.tp, clock, ledger
         self.reader, self.plain = 0, False
         self.layouts: dict[tuple[str, int, Codec], Layout] = {}
         self.observe: Callable[[int], EncodeObserver | None] = lambda part: clock.observer
 
-    def follow(self, plan: Any) -> None:
+    def follow(self, plan: ActsPlan | None) -> None:
         """Take the plan of another phase."""
         assert plan is not None
         self.plan = plan
