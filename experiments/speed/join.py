@@ -11,6 +11,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from zpp_lab.tools.bench.step.arms import COMPUTE
 from zpp_lab.tools.bench.step.results import put_rows, read_rows
@@ -24,11 +25,11 @@ def rows_of(details: Path, arms: list[str], rows: Rows) -> Rows:
     ValueError for an arm that the file lacks."""
     shape, _, tag = details.stem.partition("-")
     found = json.loads(details.read_text())
-    models = {arm: config["model"]["preset"] for arm, config in found["config"].items()}
-    if lacking := [arm for arm in arms if arm not in models]:
-        raise ValueError(f"no {', '.join(lacking)} in {details}; it has {', '.join(models)}")
+    told = {arm: _told(config) for arm, config in found["config"].items()}
+    if lacking := [arm for arm in arms if arm not in told]:
+        raise ValueError(f"no {', '.join(lacking)} in {details}; it has {', '.join(told)}")
     own = {
-        (c["arm"], c["link_gbps"], models[c["arm"]])
+        (c["arm"], c["link_gbps"], *told[c["arm"]])
         for c in found["cells"]
         if not arms or c["arm"] in arms
     }
@@ -37,9 +38,15 @@ def rows_of(details: Path, arms: list[str], rows: Rows) -> Rows:
         row
         for row in rows
         if (row["nodes"], row["gpus_per_node"], row["ranks_per_gpu"]) == where
-        and (row["arm"], row["link_gbps"], row["model"]) in own
+        and tuple(row[key] for key in ("arm", "link_gbps", "model", "tp", "pp")) in own
         and not (row["arm"] == COMPUTE and tag not in ("", "shared"))
     ]
+
+
+def _told(config: dict[str, Any]) -> tuple[str, str, str]:
+    """The model's preset, tensor parts and stages."""
+    cluster = config["cluster"]
+    return config["model"]["preset"], *(str(cluster.get(axis, 1)) for axis in ("tp", "pp"))
 
 
 def taken(word: str) -> tuple[Rows, list[Path]]:

@@ -53,6 +53,19 @@ def test_one_row_a_run(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (out.parent / ".runs.csv.tmp").exists()
 
 
+def test_tensor_parts_and_stages_have_columns(root: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(root, tmp_path / "study"))
+    path = root / "w4" / "seed1" / "summary.json"
+    summary = json.loads(path.read_text())
+    path.write_text(json.dumps(summary | {"cluster": {**summary["cluster"], "tp": 2}}))
+    export([root], tmp_path / "runs.csv")
+    rows = csv.DictReader((tmp_path / "runs.csv").open())
+    found = {(r["arm"], r["seed"]): (r["tp"], r["pp"]) for r in rows}
+    assert found.pop(("w4", "1")) == ("2", "1")
+    assert found.pop(("w2", "2")) == ("", "")  # which has no summary
+    assert set(found.values()) == {("1", "1")}
+
+
 def test_accuracy_and_bits_a_byte_where_runs_have_them(root: Path, tmp_path: Path) -> None:
     """Runs of older versions, here all but one, have empty cells."""
     root = Path(shutil.copytree(root, tmp_path / "study"))

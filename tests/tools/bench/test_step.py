@@ -22,7 +22,7 @@ from tests.engines.fsdp_world import run_world
 from tests.tools.links.shared import refusal
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.study.speed.results import read_speeds
-from zpp_lab.tools.bench.step import run
+from zpp_lab.tools.bench.step import results, run
 from zpp_lab.tools.bench.step.arms import (
     COMPUTE,
     KERNELS,
@@ -133,13 +133,28 @@ def test_arms_take_turns_and_the_files_say_what_came_out(
     assert found["zeropp"].machine.startswith("one host of ")
     path = tmp_path / "results.csv"
     assert (rows["zeropp"]["waiting_s"], rows["fsdp2"]["waiting_s"]) == ("0.01", "")
-    for columns in (2, 3, 4, 6):  # of files from before the last so many
+    for columns in (2, 4, 5, 6, 8):  # of files from before the last so many
         older = [row[:-columns] for row in csv.reader(path.open())]
         with path.open("w", newline="") as file:
             csv.writer(file).writerows(older)
         bench(tmp_path, ["qsdp"])  # another call adds to the files
         assert list(read_rows(tmp_path)) == ["fsdp2", "zeropp", COMPUTE, KERNELS, "qsdp"]
     assert "tokens/s" in capsys.readouterr().out
+
+
+def test_tensor_parts_and_stages_are_told_apart(fake: type[Fake], tmp_path: Path) -> None:
+    bench(tmp_path, ["zero3"])
+    both = ["zero3: recipe=zero3 cluster.tp=2 train.micro_steps=2"]  # as many tokens a step
+    bench(tmp_path, ["w8", *both])
+    with (tmp_path / "results.csv").open() as file:
+        rows = [(r["arm"], r["tp"], r["pp"], r["compute_s"]) for r in csv.DictReader(file)]
+    assert ("zero3", "1", "1", "0.2") in rows
+    assert ("zero3", "2", "1", "") in rows  # a rank alone computes all of the model
+    assert [m.arm for m in read_speeds(tmp_path)] == ["zero3", "w8", "zero3 tp=2"]
+    lines = list(csv.reader((tmp_path / "results.csv").open()))
+    with (tmp_path / "results.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(line[:-2] for line in lines)  # as older files are
+    assert [row["tp"] for row in results.read_rows(tmp_path / "results.csv")][-1] == "2"
 
 
 DIFF = (

@@ -123,6 +123,7 @@ def _run_row(
         "data_hash": data.get("hash"),
         "nodes": cluster.get("nodes"),
         "gpus_per_node": cluster.get("gpus_per_node"),
+        **{axis: cluster.get(axis, 1) if cluster else None for axis in ("tp", "pp")},
         "cpu": machine.get("cpu"),
         "gpu": ", ".join(map(str, gpus)) or None,
         "commit": summary.get("commit"),

@@ -12,7 +12,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,12 @@ class Measured:
         return recipe is not None and recipe.coded
 
     @property
+    def split(self) -> str:
+        """Tensor parts and stages, such as " tp=2"; "" where there are none, or none is known."""
+        own = (self.config or {}).get("cluster", {})
+        return "".join(f" {axis}={own[axis]}" for axis in ("tp", "pp") if own.get(axis, 1) > 1)
+
+    @property
     def gbps(self) -> float | None:
         """Its place on an axis of bandwidths: the named speed, else the link's as measured."""
         if self.setting.nodes == 1:
@@ -159,7 +165,19 @@ def read_speeds(path: Path) -> list[Measured]:
     found = [m for m in measured if m.arm not in COMPUTE]
     if not found:
         raise ValueError(f"{file}: no arm was measured; see `zpp-lab bench step --help`")
-    return found
+    return _told_apart(found)
+
+
+def _told_apart(found: Sequence[Measured]) -> list[Measured]:
+    """Name tensor parts and stages where arms of one name and setting have different ones."""
+    split: dict[tuple[Setting, str], set[str]] = {}
+    for m in found:
+        split.setdefault((m.setting, m.arm), set()).add(m.split)
+
+    def named(m: Measured, arm: str) -> str:
+        return f"{arm}{m.split}" if len(split.get((m.setting, arm), ())) > 1 else arm
+
+    return [replace(m, arm=named(m, m.arm), twin=named(m, m.twin)) for m in found]
 
 
 def read_table(file: Path) -> list[dict[str, str]]:

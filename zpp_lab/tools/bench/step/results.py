@@ -20,10 +20,10 @@ from zpp_lab.config.schema import Config
 from zpp_lab.config.wires import WIRES
 from zpp_lab.files import write_atomic
 
-KEY = ("arm", "model", "nodes", "gpus_per_node", "link_gbps", "ranks_per_gpu")
+KEY = ("arm", "model", "nodes", "gpus_per_node", "link_gbps", "ranks_per_gpu", "tp", "pp")
 # From these columns on, older files have none; what they mean by that. Without `twin` an arm was
 # timed without its raw twin.
-OLDER = ("machine", "ranks_per_gpu", "waiting_s", "twin")
+OLDER = ("machine", "ranks_per_gpu", "waiting_s", "twin", "tp")
 LATER = {"machine": "", "config": "", "ranks_per_gpu": "1", "waiting_s": "", "twin": "", "call": ""}
 GIB = 2**30
 
@@ -94,6 +94,8 @@ class Row:
     waiting_s: float | None
     twin: str
     call: str
+    tp: int
+    pp: int
 
 
 def config_text(config: Config) -> str:
@@ -173,7 +175,13 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         known = list(reader.fieldnames or [])
         if known not in [names, *(names[: names.index(first)] for first in OLDER)]:
             raise ValueError(f"{path} has other columns: use another --out, or move it away")
-        return [LATER | row for row in reader]
+        return [_completed(LATER | row) for row in reader]
+
+
+def _completed(row: dict[str, str]) -> dict[str, str]:
+    """The row with parts and stages, of which an older file's config tells."""
+    config = json.loads(row["config"] or "{}")
+    return {axis: str(config.get(f"cluster.{axis}", 1)) for axis in ("tp", "pp")} | row
 
 
 def _key(row: dict[str, str]) -> tuple[str, ...]:

@@ -287,7 +287,9 @@ class StepBench:
         config, step = arm.config, median(cell.seconds)
         train, nodes = config.train, self.cluster.nodes
         tokens = train.batch_size * config.data.seq_len * train.micro_steps * config.cluster.readers
-        own = self.cells.get((self._floor_of(cell), None))
+        own = None  # a floor computes with the whole model
+        if not config.cluster.split:
+            own = self.cells.get((self._floor_of(cell), None))
         compute = median(own.seconds) if own else None
         on_link = None if arm.name in FLOORS else results.seconds_on_link(cell, nodes, link)
         least, report = results.floor(on_link, compute), self.links.get(link)
@@ -326,6 +328,8 @@ class StepBench:
             waiting_s=median(cell.waiting) if cell.waiting else None,
             twin=arm.twin,
             call=self.call,
+            tp=config.cluster.tp,
+            pp=config.cluster.pp,
         )
 
     def _floor_of(self, cell: results.Cell) -> str:
