@@ -1,11 +1,10 @@
 """Puts the archives of a study's pieces together: `collect.py FOLDER ARCHIVE...`
 
 Each archive holds the small files of a study's runs (run.sh packs them); ARCHIVE/NAME is study NAME
-in an archive of several. FOLDER becomes one study,
-for `zpp-lab report FOLDER`. A run may be in several archives: a finished one counts before an
-unfinished one, then the one with more steps. Runs that finished twice must be equal, and all runs
-of arms must have seen the same tokens; otherwise nothing is written and the exit code is 1. What
-arms start from (prepare/) is collected alike.
+in an archive of several. FOLDER becomes one study, for `zpp-lab report FOLDER`. A run may be in
+several archives: a finished one counts before an unfinished one, then the one with more steps. Runs
+that finished twice must be equal, and all runs of arms must have seen the same tokens; otherwise
+nothing is written and the exit code is 1. What arms start from (prepare/) is collected alike.
 """
 
 from __future__ import annotations
@@ -51,15 +50,16 @@ def main() -> int:
 def unpacked(given: Path, folder: Path) -> Path:
     """The archive's one folder, which is a study's, or the one named. ValueError for another, or
     one cut short."""
-    archive, name = (given.parent, given.name) if given.parent.is_file() else (given, "*")
+    archive, name = (given.parent, given.name) if given.parent.is_file() else (given, "")
     try:
         with tarfile.open(archive) as file:
             file.extractall(folder, filter="data")
     except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
         raise ValueError(f"{archive} is no whole archive ({error}): fetch it again") from None
-    found = [path for path in folder.glob(name) if (path / "study.yaml").is_file()]
+    every = [path for path in sorted(folder.iterdir()) if (path / "study.yaml").is_file()]
+    found = [path for path in every if name in ("", path.name)]
     if len(found) != 1:
-        names = " or ".join(f"{archive}/{path.name}" for path in sorted(found))
+        names = " or ".join(f"{archive}/{path.name}" for path in every)
         raise ValueError(
             f"{given} holds {len(found)} studies; give {names or 'what run.sh has packed'}"
         )

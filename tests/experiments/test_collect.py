@@ -102,9 +102,10 @@ def test_a_study_is_taken_from_an_archive_of_several(tmp_path: Path) -> None:
         (tmp_path / "one" / study / "study.yaml").write_text("")
     with tarfile.open(tmp_path / "one.tar.gz", "w:gz") as file:
         file.add(tmp_path / "one", "")
-    refused = collect(tmp_path / "all", tmp_path / "one.tar.gz")
-    assert refused.returncode == 1
-    assert "one.tar.gz/other or " in refused.stderr
+    for wrong in (tmp_path / "one.tar.gz", tmp_path / "one.tar.gz" / "t"):
+        refused = collect(tmp_path / "all", wrong)
+        assert refused.returncode == 1
+        assert "one.tar.gz/other or " in refused.stderr
     assert collect(tmp_path / "all", tmp_path / "one.tar.gz" / "s").returncode == 0
     assert (tmp_path / "all" / "zero3" / "seed1" / "summary.json").is_file()
 
