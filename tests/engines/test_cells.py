@@ -169,8 +169,7 @@ def seen_all(shape: Shape, cases: Sequence[str]) -> dict[str, dict[str, bool]]:
     ("shape", "cases"),
     [
         *((PARTS, ["mixed"]), (BOTH, ["acts8"])),
-        (STAGES, ["mixed", "overlap_last"]),
-        pytest.param(STAGES, ["gpipe", "interleaved"], marks=pytest.mark.slow),
+        (STAGES, ["mixed", "gpipe", "interleaved", "overlap_last"]),
     ],
     ids=str,
 )
