@@ -25,11 +25,11 @@ def rows_of(details: Path, arms: list[str], rows: Rows) -> Rows:
     ValueError for an arm that the file lacks."""
     shape, _, tag = details.stem.partition("-")
     found = json.loads(details.read_text())
-    told = {arm: _told(config) for arm, config in found["config"].items()}
-    if lacking := [arm for arm in arms if arm not in told]:
-        raise ValueError(f"no {', '.join(lacking)} in {details}; it has {', '.join(told)}")
+    layouts = {arm: _layout_of(config) for arm, config in found["config"].items()}
+    if lacking := [arm for arm in arms if arm not in layouts]:
+        raise ValueError(f"no {', '.join(lacking)} in {details}; it has {', '.join(layouts)}")
     own = {
-        (c["arm"], c["link_gbps"], *told[c["arm"]])
+        (c["arm"], c["link_gbps"], *layouts[c["arm"]])
         for c in found["cells"]
         if not arms or c["arm"] in arms
     }
@@ -43,8 +43,8 @@ def rows_of(details: Path, arms: list[str], rows: Rows) -> Rows:
     ]
 
 
-def _told(config: dict[str, Any]) -> tuple[str, str, str]:
-    """The model's preset, tensor parts and stages."""
+def _layout_of(config: dict[str, Any]) -> tuple[str, str, str]:
+    """Return the model's preset, tensor parts and stages, as a row has them."""
     cluster = config["cluster"]
     return config["model"]["preset"], *(str(cluster.get(axis, 1)) for axis in ("tp", "pp"))
 

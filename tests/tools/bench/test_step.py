@@ -142,7 +142,7 @@ def test_arms_take_turns_and_the_files_say_what_came_out(
     assert "tokens/s" in capsys.readouterr().out
 
 
-def test_tensor_parts_and_stages_are_told_apart(fake: type[Fake], tmp_path: Path) -> None:
+def test_tensor_parts_and_stages_have_rows_of_their_own(fake: type[Fake], tmp_path: Path) -> None:
     bench(tmp_path, ["zero3"])
     both = ["zero3: recipe=zero3 cluster.tp=2 train.micro_steps=2"]  # as many tokens a step
     bench(tmp_path, ["w8", *both])

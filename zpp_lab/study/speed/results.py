@@ -165,10 +165,10 @@ def read_speeds(path: Path) -> list[Measured]:
     found = [m for m in measured if m.arm not in COMPUTE]
     if not found:
         raise ValueError(f"{file}: no arm was measured; see `zpp-lab bench step --help`")
-    return _told_apart(found)
+    return _name_layouts(found)
 
 
-def _told_apart(found: Sequence[Measured]) -> list[Measured]:
+def _name_layouts(found: Sequence[Measured]) -> list[Measured]:
     """Name tensor parts and stages where arms of one name and setting have different ones."""
     split: dict[tuple[Setting, str], set[str]] = {}
     for m in found:

@@ -177,7 +177,7 @@ def plain_words(cluster: ClusterConfig, gpus: bool = True) -> list[str]:
     """Return the ways of plain FSDP2 that differ on a cluster. Inside one node weights resharded to
     the node and copies across nodes are both what `fsdp2` does. Where a node has one GPU
     `fsdp2+node` differs from it: weights stay whole until backward is done. With tensor parts there
-    are torch's own, on GPUs overlapped too; with stages none, as we use torch's schedules."""
+    are torch's own, on GPUs overlapped too; with stages none, as 1f1b is torch's schedule."""
     if cluster.pp > 1:
         return []
     if cluster.tp > 1:

@@ -223,15 +223,15 @@ def _overlapped(
     link's last one in its direction has ended."""
     stages, seconds = len(forward), {"forward": forward, "backward": backward}
     free, waited = [0.0] * stages, [0.0] * stages  # ends of passes; of transfers of the tick before
-    lanes: dict[tuple[int, Pass], float] = {}
+    links: dict[tuple[int, Pass], float] = {}
     for tick in range(micros + 4 * (stages - 1) + 1):
         ends = [0.0] * stages
         for s in range(stages):
             for which, _ in passes(stages, s, micros, tick - 1):
                 to = s + 1 if which == "forward" else s - 1
                 if 0 <= to < stages:
-                    begin = max(free[s], free[to], lanes.get((s, which), 0.0))
-                    lanes[s, which] = begin + transfer
+                    begin = max(free[s], free[to], links.get((s, which), 0.0))
+                    links[s, which] = begin + transfer
                     ends[s], ends[to] = (max(ends[i], begin + transfer) for i in (s, to))
         for s in range(stages):
             due = passes(stages, s, micros, tick)
