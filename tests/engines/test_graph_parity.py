@@ -10,11 +10,11 @@ import pytest
 
 from tests.engines import graph_world
 from tests.engines.fsdp_world import run_world
-from tests.engines.graph_jobs import NAMES, OWN, hindered, on_cpu
+from tests.engines.graph_jobs import NAMES, hindered, on_cpu
 from tests.two_ranks import answers_of, four_gpus, two_ranks
 
-# drawn noise and secondary weights; differences and residuals over micro-steps; phases
-QUICK = ("stochastic_secondary", *OWN)
+# drawn noise and secondary weights; differences and residuals over micro-steps
+QUICK = ("stochastic_secondary", "residual_differences")
 REST = tuple(name for name in NAMES if name not in QUICK)
 WORLDS = {"quick": (2, 1, QUICK), "rest": (2, 1, REST), "2x2": (2, 2, NAMES)}
 

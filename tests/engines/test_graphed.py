@@ -22,7 +22,7 @@ SAYS = {
 }
 
 
-QUICK = ("residual", "differences", "phases")  # drawn noise in two of them
+QUICK = ("residual", "phases")
 REST = tuple(name for name in RECIPES if name not in QUICK)
 
 
