@@ -187,7 +187,8 @@ def test_only_what_goes_on_says_so_when_it_is_interrupted(words, said, monkeypat
     assert capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_output_need_not_be_utf_8(here: list[str], encoding: str) -> None:
     """A sign that the terminal or a file lacks is replaced; it ends no command after its work."""
     plan, train = ["plan", *here, "cluster=2x2"], ["train", *here, "run.dir=runs/é→1"]

@@ -52,6 +52,7 @@ def test_recipes(case: str) -> None:
     assert run_world(4, by_unit, [case], 2, 2) == {}
 
 
+@pytest.mark.slow
 def test_one_node_and_one_rank() -> None:
     assert run_world(2, by_unit, ["split_zero3"], 1, 2) == {}
     assert run_world(1, by_unit, ["split_zero3"], 1, 1) == {}

@@ -194,9 +194,10 @@ def test_weights_and_gradients_are_those_of_a_cell_for_every_part() -> None:
 # ---------------------------------------------------------------------- what parts share
 
 
-def test_parts_share_every_byte_after_many_quantized_steps() -> None:
+@pytest.mark.parametrize("steps", [10, pytest.param(50, marks=pytest.mark.slow)])
+def test_parts_share_every_byte_after_many_quantized_steps(steps: int) -> None:
     engine = made((1, 4, 2), MIXED, param_dtype="bf16", micro_steps=1)
-    train(engine, 0, 50)
+    train(engine, 0, steps)
     assert shared_alike(engine)
 
 

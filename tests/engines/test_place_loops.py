@@ -86,7 +86,9 @@ def test_whatever_looks_at_a_weight_finds_it_updated() -> None:
     assert run_world(2, looked_at) == {}
 
 
-@pytest.mark.parametrize("case", ["split_fp32_states", "split_kept"])
+@pytest.mark.parametrize(
+    "case", ["split_fp32_states", pytest.param("split_kept", marks=pytest.mark.slow)]
+)
 def test_weights_that_a_loop_writes_are_the_masters(case: str) -> None:
     assert run_world(2, written, case) == {}
 
