@@ -53,7 +53,7 @@ class OwnStages:
         self.ranks, place = cluster.members({"pp"}, rank), cluster.place(rank)
         self.place, self.count = place["pp"], plan.pipe.stages
         self.group = dist.new_group(self.ranks, use_local_synchronization=True)
-        self.back: Any = None  # gradients' own group, where schedules do not take turns
+        self.back: Any = None  # gradients' own group in 1f1b_overlap, as in `_Overlap`
         if self.kind == "1f1b_overlap":
             self.back = dist.new_group(self.ranks, use_local_synchronization=True)
             for group in (self.group, self.back):  # NCCL connects all ranks at a group's first use
@@ -254,7 +254,8 @@ class _Overlap:
         else:
             out.backward(self.got.pop(("backward", micro)))  # type: ignore[no-untyped-call]
         self.by.after_backward(self.stage, micro)
-        if payload.grad is not None:
+        if self.stage:
+            assert payload.grad is not None  # else the stage before would wait for it
             self.made["backward"] = payload.grad
 
 
