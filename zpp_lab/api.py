@@ -248,7 +248,8 @@ class Sharded:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step, residuals and node-replicated weights, so that training resumes with the
-        same bits. torch.distributed.checkpoint takes this object."""
+        same bits. torch.distributed.checkpoint takes this object. ValueError where the model was
+        converted after `shard`."""
         return self.loop.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
