@@ -407,12 +407,14 @@ def refusals() -> dict[str, str]:
         loss = loss_of(model, tokens(0, sharded.reader))
         (loss / (1 + dist.get_rank() % 2)).backward()
 
-    def of_layers() -> None:
+    def of_layers(name: str) -> None:
         model = family()
         sharded = shard(model, "zero3", tp=2)
-        for layer in model.model.layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        by_labels(model, tokens(0, sharded.reader)).backward()
+        kind = type(model.model.layers[0])
+        run = getattr(kind, name)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kind, name, lambda *x, **k: checkpoint(run, *x, use_reentrant=False, **k))
+            by_labels(model, tokens(0, sharded.reader)).backward()
 
     def compiled_layer() -> Any:
         fine.model.layers[0].compile(backend="eager")
@@ -447,7 +449,8 @@ def refusals() -> dict[str, str]:
         ),
         "different gradients of the loss": lambda: scaled(by_labels),
         "gradients of the loss:": lambda: scaled(by_logits),
-        "checkpointing of layers": of_layers,
+        "checkpointing of layers": lambda: of_layers("forward"),
+        "activation checkpointing of": lambda: of_layers("__call__"),
         "builtin_function_or_method": lambda: fine(ids, attention_mask=print),
         "CheckpointWrapper": lambda: wrapped(ids),
         "tokens from 250": lambda: fine(torch.full_like(ids, 250)),

@@ -161,7 +161,9 @@ class LoopParts(OwnPart):
         def look(name: str, *_: Any) -> None:
             if torch.compiler.is_compiling():
                 refuse(name)
-            elif name and (self.seen != _backward() or (_backward() == -1 and not entered())):
+            if name:
+                self._check_again()
+            if name and (self.seen != _backward() or (_backward() == -1 and not entered())):
                 raise ValueError(
                     f"tp={self.tp}: the model's {name} was called by itself, where it has a part "
                     "of its parameters alone: call the model"
@@ -256,17 +258,22 @@ class LoopParts(OwnPart):
         return super().scatter(wire, place, xs)
 
     def _follow_backward(self, wire: Wire) -> None:
-        """Begin a backward at its first exchange, which may be that of a forward computed again.
-        ValueError where layers alone are, whose tokens may be those of an earlier forward."""
+        """Begin a backward at its first exchange, which may be that of a forward computed again."""
+        if wire == ACTS_FORWARD:
+            self._check_again()
         now = _backward()
-        if wire == ACTS_FORWARD and now not in (-1, self.seen):
+        if now not in (-1, self.running):
+            self.running = now
+            self._begin()
+
+    def _check_again(self) -> None:
+        """ValueError where layers alone are computed again, whose tokens may be those of an earlier
+        forward."""
+        if _backward() not in (-1, self.seen):
             raise ValueError(
                 f"tp={self.tp} is not built for activation checkpointing of layers: checkpoint "
                 "self_attn and mlp in them, or the whole model, or leave it out"
             )
-        if now not in (-1, self.running):
-            self.running = now
-            self._begin()
 
     def _begin(self) -> None:
         """Prepare a backward, before any gradient is reduced."""
