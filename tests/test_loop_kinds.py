@@ -3,6 +3,7 @@ what to change."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr
@@ -52,7 +53,7 @@ from tests.loop_jobs import (
 )
 from tests.loop_world import ask, cluster_of
 from tests.two_ranks import two_gpus, two_ranks
-from zpp_lab.api import _own_dtype
+from zpp_lab.api import _own_dtype, shard
 from zpp_lab.collectives.transport import ProcessGroups
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.engines.units import check_dtypes, cut_units
@@ -260,6 +261,23 @@ def test_layers_are_unfrozen_on_one_rank() -> None:
 
 def test_a_model_may_be_collected_within_another_ones_step(answers: Answers) -> None:
     assert all(said == ["", ""] for said in answers["collected zeropp"])
+
+
+def blocks_alone() -> bool:
+    """Whether gradients are the plain model's where the root has no parameters of its own."""
+    torch.manual_seed(0)
+    plain = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    model = nn.Sequential(*copy.deepcopy(plain))
+    shard(model, "zero3", units=list(model))
+    x = torch.randn(3, 8)
+    plain[1](plain[0](x)).sum().backward()
+    model(x).sum().backward()
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    return all(torch.equal(p.grad, cast(Any, q.grad).to_local()) for p, q in pairs)
+
+
+def test_all_parameters_may_lie_in_units() -> None:
+    assert run_world(1, blocks_alone)
 
 
 def test_unfreezing_between_micro_steps_is_refused(answers: Answers) -> None:

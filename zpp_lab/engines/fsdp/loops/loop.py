@@ -375,7 +375,8 @@ class Loop:
         wrapped, own, changed = self.wrapped, self.parameters(), False
         for module in self.modules if not wrapped.reduces and not self.begun else ():
             unit = {n: own[n] for n in parameter_order(module, {id(p): n for n, p in own.items()})}
-            check_dtypes(next(iter(unit)), unit)
+            if unit:  # the root may have none
+                check_dtypes(next(iter(unit)), unit)
             retrain(module)
         for module, reduce in zip(self.modules, wrapped.reduces, strict=False):
             trained = reduce.present.trained()
