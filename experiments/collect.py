@@ -4,7 +4,7 @@ Each archive holds the small files of a study's runs (run.sh packs them); ARCHIV
 in an archive of several. FOLDER becomes one study, for `zpp-lab report FOLDER`. A run may be in
 several archives: a finished one counts before an unfinished one, then the one with more steps. Runs
 that finished twice must be equal, and all runs of arms must have seen the same tokens; otherwise
-nothing is written and the exit code is 1. What arms start from (prepare/) is collected alike.
+nothing is written and the exit code is 1. Base runs (prepare/) are collected the same way.
 """
 
 from __future__ import annotations

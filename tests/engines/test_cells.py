@@ -263,6 +263,10 @@ def poisoned(shape: Shape, case: str, name: str, value: float) -> list[str]:
     [
         (PARTS, "acts8", "layers.1.mlp.w_up.weight", float("nan")),
         (STAGES, "mixed", "head.weight", 1e38),
+        pytest.param(PARTS, "acts8", "head.weight", 1e38, marks=pytest.mark.slow),
+        pytest.param(
+            *(STAGES, "mixed", "layers.1.mlp.w_up.weight", float("nan")), marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

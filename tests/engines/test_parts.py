@@ -65,8 +65,10 @@ def batch(step: int, rank: int, micro: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def train(engine: VirtualEngine, first: int, last: int) -> list[tuple[float, float]]:
-    every = [engine.step(s, 1e-2, partial(batch, s), False) for s in range(first, last)]
+def train(
+    engine: VirtualEngine, first: int, last: int, rate: float = 1e-2
+) -> list[tuple[float, float]]:
+    every = [engine.step(s, rate, partial(batch, s), False) for s in range(first, last)]
     return [(r.loss, r.grad_norm) for r in every]
 
 
@@ -145,13 +147,12 @@ def test_raw_parts_have_the_whole_models_gradients(
 
 def test_raw_parts_train_and_are_evaluated_as_the_whole_model() -> None:
     one, two = made((1, 2, 1), {}), made((1, 4, 2), {})
-    steps = list(zip(train(one, 0, 3), train(two, 0, 3), strict=True))
-    assert steps[0][1] == pytest.approx(steps[0][0], rel=1e-6)
-    for a, b in steps[1:]:  # AdamW's first updates are near the signs of gradients, however small
-        assert b == pytest.approx(a, rel=1e-3)
+    # AdamW's first updates are near the signs of gradients, however small: a low rate
+    for a, b in zip(train(one, 0, 3, 1e-4), train(two, 0, 3, 1e-4), strict=True):
+        assert b == pytest.approx(a, rel=1e-5)
     held = [batch(99, i, 0) for i in range(3)]
     for wire in (True, False):
-        assert two.evaluate(3, held, wire) == pytest.approx(one.evaluate(3, held, wire), rel=1e-4)
+        assert two.evaluate(3, held, wire) == pytest.approx(one.evaluate(3, held, wire), rel=1e-5)
     scores = [engine.token_scores(3, held, True)[1] for engine in (one, two)]
     assert torch.equal(*scores)  # which targets are predicted
 

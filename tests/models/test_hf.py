@@ -21,6 +21,7 @@ from zpp_lab.runs.checkpoint.tensor_file import read_layout
 from zpp_lab.train.trainer import run
 
 KINDS = [*CASES, *NAMED_OTHERWISE]
+QUICK = ("gpt2", "qwen2")  # in several files
 
 
 def tokens() -> torch.Tensor:
@@ -61,7 +62,11 @@ def test_rows_are_those_of_the_whole() -> None:
 
 @pytest.mark.parametrize(
     ("files", "kind"),
-    [*(("one", kind) for kind in KINDS), *(("several", kind) for kind in ("gpt2", "qwen2"))],
+    [
+        *(("one", kind) for kind in KINDS),
+        *(("several", kind) for kind in QUICK),
+        *(pytest.param("several", k, marks=pytest.mark.slow) for k in KINDS if k not in QUICK),
+    ],
 )
 def test_a_folder_of_safetensors(kind: str, files: str, tmp_path: Path) -> None:
     plain = saved(kind, tmp_path, max_shard_size="4KB" if files == "several" else "1GB")

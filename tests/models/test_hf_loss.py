@@ -36,7 +36,11 @@ def outcome(model: Any, share: Tensor | None) -> tuple[Tensor, list[Tensor], Ten
 
 @pytest.mark.parametrize(
     ("kind", "share"),
-    [*((kind, torch.tensor([2, 46])) for kind in (*CASES, "gpt2")), ("gpt2", None)],
+    [
+        *((kind, torch.tensor([2, 46])) for kind in (*CASES, "gpt2")),
+        ("gpt2", None),
+        *(pytest.param(kind, None, marks=pytest.mark.slow) for kind in CASES),
+    ],
 )
 def test_chunks_give_the_whole_logits_losses(kind: str, share: Tensor | None) -> None:
     whole, cut = (build_model(settings(kind, loss_chunk=c), VOCAB, seed=1) for c in (0, CHUNK))

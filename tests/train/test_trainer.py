@@ -145,11 +145,16 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
         run(small(tmp_path, "train.steps=2", "train.lr=0.1"))
 
 
+ENDED = {"summary.json": True, "config.yaml": True, "data.json": False, "commits.json": False}
+QUICK = {"summary.json": "{[", "config.yaml": "\0[", "data.json": "\0", "commits.json": "{"}
+
+
 @pytest.mark.parametrize(
     ("name", "ended", "text"),
     [
-        *(("summary.json", True, "{"), ("summary.json", True, "[1]"), ("config.yaml", True, "\0")),
-        *(("config.yaml", True, "[1]"), ("data.json", False, "\0"), ("commits.json", False, "{")),
+        pytest.param(n, e, t, marks=() if t[0] in QUICK[n] else pytest.mark.slow)
+        for n, e in ENDED.items()
+        for t in ("{", "[1]", "\0")
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, ended: bool, text: str) -> None:

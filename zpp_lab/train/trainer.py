@@ -178,8 +178,6 @@ class Trainer:
         for note in heldout_notes(there, asked) if self.rank == 0 and asked >= FEW_HELDOUT else ():
             print(note, file=sys.stderr)
 
-    # ------------------------------------------------------------------ the loop
-
     def _open_task(self, engine: Engine, data: Data) -> tuple[Source, Readout]:
         """Open batches and readout of the run's task, before its engine loads a checkpoint."""
         config = self.config
@@ -191,6 +189,8 @@ class Trainer:
         shared = (tokenizer, Judge(config, self.folder, self.rank), self.folder, width)
         source = RolloutSource(config, engine, train, *shared)
         return source, SuccessReadout(config, engine, heldout, *shared, offset=len(train))
+
+    # ------------------------------------------------------------------ the loop
 
     def _loop(self, engine: Engine, source: Source, tracker: Tracker | None) -> Record:
         """Train up to the last step; returns the last step's record."""

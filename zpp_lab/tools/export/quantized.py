@@ -244,9 +244,9 @@ def _grids(weights: WireWeights, names: list[str]) -> dict[str, Grid]:
         codec = _block(weights, name)
         kinds.setdefault((codec.bits, codec.symmetric), []).append(name)
     grids: dict[str, Grid] = {}
-    for (bits, symmetric), alike in kinds.items():
-        widest = widest_group((_block(weights, n), weights.parameter(n).shape[1]) for n in alike)
-        grids |= dict.fromkeys(alike, Grid(bits, symmetric, widest))
+    for (bits, symmetric), own in kinds.items():
+        widest = widest_group((_block(weights, n), weights.parameter(n).shape[1]) for n in own)
+        grids |= dict.fromkeys(own, Grid(bits, symmetric, widest))
     return grids
 
 

@@ -44,7 +44,7 @@ def test_parts_add_up(shape: tuple[str, ...]) -> None:
     draw = random.Random(7)
     recipes, knobs = space.recipes(), space.knobs()
     by_memory, by_time = Parts(settings, memory), Parts(settings, busy)
-    for recipe in [*recipes[:1], *draw.sample(recipes, 3)]:
+    for recipe in [*recipes[:1], *draw.sample(recipes, 6)]:
         one = Candidate(recipe, draw.choice(knobs))
         assert by_memory.of(one) == memory(one.config(settings)), one
         assert by_time.of(one) == pytest.approx(busy(one.config(settings)), rel=1e-9), one
