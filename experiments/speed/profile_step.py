@@ -47,10 +47,10 @@ def main() -> None:
         rank.steps({"arm": 0, "steps": 3})  # the first one's new weights have not to travel
     if rank.rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)
-        seen.export_chrome_trace(str(args.out / f"trace-{args.arm}.json.gz"))
-        (args.out / f"profile-{args.arm}.json").write_text(json.dumps(found) + "\n")
+        seen.export_chrome_trace(str(args.out / f"trace-{arm.name}.json.gz"))
+        (args.out / f"profile-{arm.name}.json").write_text(json.dumps(found) + "\n")
         seconds = sorted(found["seconds"])
-        print(args.arm, "median", seconds[len(seconds) // 2], found, flush=True)
+        print(arm.name, "median", seconds[len(seconds) // 2], found, flush=True)
 
 
 if __name__ == "__main__":

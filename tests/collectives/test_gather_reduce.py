@@ -154,7 +154,7 @@ def returned(spec: ReduceSpec, sums: list[Tensor]) -> Tensor:
     _, second, third = spec.layouts
     payload = torch.empty(spec.cut, third.nbytes, dtype=torch.uint8)
     for part, own in enumerate(sums):
-        noise = Clock(3).grads_noise(spec.hops[2], part, [spec.cut + part])
+        noise = Clock(3).rows_noise(spec.hops[2], part, [spec.cut + part])
         kernels.encode_sums(second, third, own, noise, payload[part : part + 1])
     outs = [torch.empty(spec.cut, s.numel) for s in third.segments]
     kernels.decode(third, payload, outs)
@@ -169,7 +169,7 @@ def by_hand(cluster: ClusterConfig, spec: ReduceSpec, numels: list[int], part: i
 
     def row(source: int) -> Tensor:
         payload = torch.empty(spec.cut, first.nbytes, dtype=torch.uint8)
-        noise = Clock(3).grads_noise(spec.hops[0], source, range(spec.cut))
+        noise = Clock(3).rows_noise(spec.hops[0], source, range(spec.cut))
         kernels.encode(first, values(numels, source, spec.cut), noise, payload)
         return payload[part]
 
@@ -184,7 +184,7 @@ def by_hand(cluster: ClusterConfig, spec: ReduceSpec, numels: list[int], part: i
         kernels.decode_sum(first, rows[:, None], sums)
         sender = node * local + part % local
         payload = torch.empty(1, second.nbytes, dtype=torch.uint8)
-        noise = Clock(3).grads_noise(spec.hops[1], sender, [part])
+        noise = Clock(3).rows_noise(spec.hops[1], sender, [part])
         kernels.encode_sums(first, second, sums, noise, payload)
         arrived.append(payload)
     sums = torch.zeros(1, second.coded_numel)

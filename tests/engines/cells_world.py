@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.cuda import device_count
+from torch.utils import deterministic
 
 from tests.engines.fsdp_world import run_world
 from tests.engines.test_parts import ACTS8, MIXED, VOCAB, batch, configured
@@ -36,6 +37,7 @@ CPU = torch.device("cpu")
 Table = dict[str, tuple[dict[str, Any], dict[str, Any]]]  # name → (recipe, other settings)
 Q8 = {"bits": 8, "block_size": 32}
 BF16 = {"param_dtype": "bf16"}
+LEAST = 4  # replays of `replayed`
 
 
 def hf(**options: Any) -> dict[str, Any]:
@@ -57,6 +59,7 @@ PARTS: Table = {
     "acts8": (ACTS8, BF16),
     "acts8_fp32": (ACTS8, {}),
     "mixed": (MIXED, BF16),
+    "drawn": ({"acts": {"bits": 4, "block_size": 32, "rounding": "stochastic"}}, BF16),
     "sham": ({"acts": {"codec": "sham", "bits": 4, "block_size": 32}}, BF16),
     "hadamard": ({"acts": {"bits": 4, "block_size": 32, "hadamard": 32}}, BF16),
     "zeropp": (
@@ -135,7 +138,7 @@ def built(case: str, shape: Shape, device: torch.device, **engine: Any) -> Engin
     name, _, dtype = case.partition("@")
     recipe, more = (STAGES if pp > 1 else PARTS)[name]
     more = {**more, "param_dtype": dtype} if dtype else more
-    engine |= {"device": device.type, "graph": False} | more.get("engine", {})
+    engine = {"device": device.type, "graph": False} | engine | more.get("engine", {})
     more = {**more, "engine": engine, "cluster": {"pp": pp}}
     if pp > 1:
         more = (
@@ -147,8 +150,10 @@ def built(case: str, shape: Shape, device: torch.device, **engine: Any) -> Engin
     return build_engine(config, VOCAB, device)
 
 
-def real(case: str, shape: Shape, device: torch.device = CPU) -> FsdpEngine:
-    made = built(case, shape, device, name="fsdp", ordered=True)
+def real(
+    case: str, shape: Shape, device: torch.device = CPU, graph: bool | str = False
+) -> FsdpEngine:
+    made = built(case, shape, device, name="fsdp", ordered=True, graph=graph)
     assert isinstance(made, FsdpEngine)
     return made
 
@@ -196,6 +201,36 @@ def compare(shape: Shape, cases: Sequence[str], device: torch.device = CPU) -> d
                 said = next((f"{a} is not {b}" for a, b in pairs if a != b), "")
                 found[case] += f"rank {rank}: {bad[:3]} {said}; "
     return found
+
+
+def replayed(shape: Shape, cases: Sequence[str], device: torch.device = CPU) -> dict[str, str]:
+    """Case → what differs between eager steps and those from a CUDA graph; on every rank."""
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    found = {}
+    for case in cases:
+        engines = [real(case, shape, device, graph) for graph in (False, "auto")]
+        done = [_around_telemetry(engine) for engine in engines]
+        states = [own_state(engine) for engine in engines]
+        bad = [n for n, value in states[0].items() if not same_bits(value, states[1][n])]
+        pairs = zip(*done, strict=True)
+        said = next((f"step {i}: {a} is not {b}" for i, (a, b) in enumerate(pairs) if a != b), "")
+        found[case] = " ".join((*bad[:3], said)).strip()
+        if (replays := engines[1].graph.replays) < LEAST:
+            found[case] += f" {replays} replays"
+        engines[1].graph.drop()
+    return found
+
+
+def _around_telemetry(engine: FsdpEngine) -> list[Any]:
+    """Steps, each with the next one's batches; with telemetry and an evaluation among them."""
+    found: list[Any] = []
+    for step in range(9):
+        ahead = partial(batch, step + 1)
+        done = engine.step(step, 1e-2, partial(batch, step), step == 4, ahead)
+        found.append((done.loss, done.grad_norm, dict(done.bytes), done.telemetry))
+    held = [batch(99, i, 0) for i in range(engine.cluster.world)]
+    return [*found, engine.evaluate(9, held, wire=True)]
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -265,9 +300,21 @@ ON_GPUS: dict[int, dict[Shape, tuple[str, ...]]] = {
 }
 
 
+GRAPHS: dict[int, dict[Shape, tuple[str, ...]]] = {
+    2: {(1, 2, 2, 1): ("raw_bf16", "drawn", "qwen3")},
+    4: {(2, 2, 2, 1): ("mixed",), (1, 4, 2, 1): ("drawn",)},
+}
+JOBS = {"": (compare, ON_GPUS), " from a graph": (replayed, GRAPHS)}
+
+
 def names(world: int) -> list[str]:
     """The name of every answer of `main`."""
-    return [f"{shape}, {case}" for shape, cases in ON_GPUS[world].items() for case in cases]
+    return [
+        f"{shape}, {case}{how}"
+        for how, (_, table) in JOBS.items()
+        for shape, cases in table[world].items()
+        for case in cases
+    ]
 
 
 def main() -> None:
@@ -279,12 +326,16 @@ def main() -> None:
     if 0 < gpus < world:
         os.environ["NCCL_HOSTID"] = f"rank{rank}"  # NCCL refuses two ranks of a host on one GPU
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
-    for shape, cases in ON_GPUS[world].items():
-        for case in cases:
-            found = compare(shape, [case], device)
-            if rank == 0:
-                with Path(sys.argv[1]).open("a") as file:
-                    file.write(json.dumps([f"{shape}, {case}", found[case]]) + "\n")
+    for how, (job, table) in JOBS.items():
+        if not gpus and job is replayed:
+            continue
+        for shape, cases in table[world].items():
+            for case in cases:
+                found = job(shape, [case], device)
+                if rank == 0:
+                    with Path(sys.argv[1]).open("a") as file:
+                        answer = f"{shape}, {case}{how}", found[case]
+                        file.write(json.dumps(answer) + "\n")
     dist.barrier()
     os._exit(0)  # groups that are torn down may abort
 

@@ -31,6 +31,7 @@ class FakeGraph:
     def take(self, again: Callable[[], Any], made: Any, graph: StepGraph) -> None:
         """A step is captured: none of its results is there before the first replay."""
         self.again, self.wrapped, self.drawn = again, graph.wrapped, graph.wrapped.clock.drawn
+        self.ledgers = graph.ledgers
         self.results = results(made, graph.wrapped)
         for tensor in self.results:
             tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
@@ -39,6 +40,7 @@ class FakeGraph:
         assert self.again is not None, "nothing was captured"
         clock = self.wrapped.clock
         before, clock.drawn = dict(vars(clock)), self.drawn
+        sent = [dict(ledger.step) for ledger in self.ledgers]
         for p in parameters(self.wrapped):
             p.grad = None
         new = results(self.again(), self.wrapped)
@@ -47,8 +49,10 @@ class FakeGraph:
         vars(clock).update(before)
         for p in parameters(self.wrapped):
             p.grad = None
+        for ledger, step in zip(self.ledgers, sent, strict=True):
+            ledger.step = step
         for unit in self.wrapped.installed:
-            unit.ledger.step, unit.present.taken = {}, []
+            unit.present.taken = []
         self.wrapped.memories.new, self.wrapped.memories.written = {}, set()
         for reduce in self.wrapped.reduces:
             if reduce.present.tell is not None:  # of a user's loop

@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.engines.cells_world import PARTS, both_dtypes, compare, compared, real, size, steps
+from tests.engines.cells_world import (
+    PARTS,
+    both_dtypes,
+    compare,
+    compared,
+    real,
+    replayed,
+    size,
+    steps,
+)
+from tests.engines.fake_graph import faked
 from tests.engines.fsdp_world import run_world
 from tests.engines.test_stages import Shape
 
@@ -40,6 +50,25 @@ def test_all_recipes_with_real_parts(shape: Shape) -> None:
     cases = both_dtypes(case for case in cases if not alone or case not in weights)
     said = compared(shape, cases)
     assert said == dict.fromkeys(cases, "")
+
+
+def from_fake_graphs(shape: Shape, cases: list[str]) -> dict[str, str]:
+    with faked():
+        return replayed(shape, cases)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cases"),
+    [
+        ((1, 2, 2, 1), ["drawn", "qwen3"]),
+        pytest.param((2, 4, 2, 1), ["mixed", "zeropp", "last"], marks=pytest.mark.slow),
+        pytest.param((1, 4, 4, 1), ["raw", "drawn"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_steps_from_a_graph_equal_eager_ones(shape: Shape, cases: list[str]) -> None:
+    """Around telemetry, and where each step's batches come a step ahead."""
+    assert run_world(size(shape), from_fake_graphs, shape, cases) == dict.fromkeys(cases, "")
 
 
 def graphs_of_regions() -> dict[str, Any]:

@@ -23,7 +23,7 @@ def test_draws_of_a_graph_are_those_of_the_step_whose_keys_are_loaded() -> None:
     made = {}
     for micro in (0, 1):
         captured.micro = micro
-        made["rows", micro] = captured.grads_noise(INTRA, 2, range(4))
+        made["rows", micro] = captured.rows_noise(INTRA, 2, range(4))
         made["own", micro] = captured.weights_noise(FORWARD, 1, 3)  # the same in each micro-step
     assert len(words.places) == 3
     for step in (0, 7, 2**40):
@@ -32,7 +32,7 @@ def test_draws_of_a_graph_are_those_of_the_step_whose_keys_are_loaded() -> None:
         for micro in (0, 1):
             plain.micro = micro
             for name, noise in (
-                ("rows", plain.grads_noise(INTRA, 2, range(4))),
+                ("rows", plain.rows_noise(INTRA, 2, range(4))),
                 ("own", plain.weights_noise(FORWARD, 1, 3)),
             ):
                 found, wanted = (n.uniform(ids, 21, CPU) for n in (made[name, micro], noise))

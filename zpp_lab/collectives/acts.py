@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs import Noise, RawCodec, ShamCodec, kernels, noise_key
+from zpp_lab.codecs import RawCodec, ShamCodec, kernels
 from zpp_lab.codecs.base import Codec
 from zpp_lab.codecs.layout import Layout
 from zpp_lab.collectives.context import Clock, EncodeObserver
@@ -139,11 +139,9 @@ class ActsEncoder:
     def encode(
         self, layout: Layout, x: Tensor, wire: Wire, part: int, rows: tuple[int, ...], room: Tensor
     ) -> None:
-        clock, rank = self.clock, self.reader * self.tp + part
         noise = None
         if layout.stochastic:
-            key = noise_key(clock.seed, clock.step, clock.micro, wire)
-            noise = Noise(key, (rank,) * len(rows), rows)
+            noise = self.clock.rows_noise(wire, self.reader * self.tp + part, rows)
         observer = None if self.plain else self.observe(part)
         errors = observer.room(wire, layout, room) if observer is not None else None
         kernels.encode(layout, [x.detach()], noise, room, errors)
@@ -167,16 +165,22 @@ class Parts(ActsEncoder):
     def gather(self, wire: Wire, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
         """Gather slices [n, dim] of tokens: all tokens [tp · n, dim], for each of these parts."""
         tp, layout = self.tp, self.layout(wire, place, xs[0].numel(), xs[0].dtype)
-        payload = xs[0].new_empty(tp, layout.nbytes, dtype=torch.uint8)
+        outs = [x.new_empty(tp * x.shape[0], *x.shape[1:]) for x in xs]
+        held = self._held(layout, xs[0], 1)
+        if held is not None:
+            payload = outs[0].view(tp, -1).view(torch.uint8)
+        else:
+            payload = xs[0].new_empty(tp, layout.nbytes, dtype=torch.uint8)
         leg = None
         if self.transport is not None:
-            leg = self.transport.gathering(payload, "world", f"{wire} of {place} (tensor parts)")
-        for part, x in zip(self.own, xs, strict=True):
+            what = f"{wire} of {place} (tensor parts)"
+            leg = self.transport.gathering(payload, "world", what, held)
+        for part, x in zip(self.own, xs, strict=True) if held is None else ():
             room = payload[part : part + 1] if leg is None else leg.room
             self.encode(layout, x, wire, part, (part,), room)
         self._count(wire, leg.send() if leg else None, layout.nbytes)
-        outs = [x.new_empty(tp * x.shape[0], *x.shape[1:]) for x in xs]
-        kernels.decode(layout, payload, outs[:1])
+        if held is None:
+            kernels.decode(layout, payload, outs[:1])
         for out in outs[1:]:
             out.copy_(outs[0])
         return outs
@@ -187,10 +191,11 @@ class Parts(ActsEncoder):
         # slices travel on the same wire at the same place: terms have noise and errors of their own
         layout = self.layout(wire, f"{place}.sum", xs[0].numel() // tp, xs[0].dtype)
         payloads = xs[0].new_empty(tp, len(self.own), layout.nbytes, dtype=torch.uint8)
-        leg = None
+        held, leg = self._held(layout, xs[0], tp), None
         if self.transport is not None:
-            leg = self.transport.exchanging(payloads, "world", f"{wire} of {place} (tensor parts)")
-        for part, x in zip(self.own, xs, strict=True):
+            what = f"{wire} of {place} (tensor parts)"
+            leg = self.transport.exchanging(payloads, "world", what, held)
+        for part, x in zip(self.own, xs, strict=True) if held is None else ():
             room = payloads[part] if leg is None else leg.room
             self.encode(layout, x, wire, part, tuple(range(tp)), room)
         self._count(wire, leg.send() if leg else None, layout.nbytes)
@@ -200,6 +205,17 @@ class Parts(ActsEncoder):
             kernels.reduce(layout, payloads[:, i : i + 1].contiguous(), out)
             outs.append(out.view(rows, *x.shape[1:]))
         return outs
+
+    def _held(self, layout: Layout, x: Tensor, rows: int) -> Tensor | None:
+        """Return `x` as its payload uint8 [rows, nbytes], where that has the same bytes and nobody
+        looks: then nothing is copied before it travels."""
+        codec = layout.segments[0].codec
+        if self.transport is None or (not self.plain and self.observe(self.own[0])):
+            return None
+        same = isinstance(codec, RawCodec) and codec.dtype == x.dtype
+        if not same or layout.nbytes * rows != x.nbytes:
+            return None
+        return x.detach().view(rows, -1).view(torch.uint8)
 
     def raw(self, place: str, xs: Sequence[Tensor]) -> list[Tensor]:
         """Gather values uncompressed: those of all parts [tp, *], for each of these."""

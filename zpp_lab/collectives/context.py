@@ -83,8 +83,8 @@ class Clock:
         same noise."""
         return self._noise(0, wire, ranks, ranks)
 
-    def grads_noise(self, wire: Wire, rank: int, rows: Sequence[int]) -> Noise:
-        """`rank` encodes one row for each shard in `rows`."""
+    def rows_noise(self, wire: Wire, rank: int, rows: Sequence[int]) -> Noise:
+        """Of gradients and activations: `rank` encodes one row for each receiver in `rows`."""
         return self._noise(self.micro, wire, (rank,) * len(rows), tuple(rows))
 
     def _noise(

@@ -174,7 +174,7 @@ class Reduce:
         """One row for each part, in their order."""
         wire, noise = self.hops[0], None
         if layout.stochastic:
-            noise = self.clock.grads_noise(wire, self.rank, range(self.cut))
+            noise = self.clock.rows_noise(wire, self.rank, range(self.cut))
         observer = self.clock.observer
         errors = observer.room(wire, layout, room) if observer is not None else None
         kept = self.memories.of(wire, [self.rank])
@@ -202,7 +202,7 @@ class Reduce:
         parts = range(local, self.cut, self.cluster.gpus_per_node)
         if second.stochastic:
             who, own = (local, [self.cut + local]) if back else (self.rank, list(parts))
-            noise = self.clock.grads_noise(wire, who, own)
+            noise = self.clock.rows_noise(wire, who, own)
         kept = None if back else self.memories.of(wire, [self.rank])
         observer = None if back else self.clock.observer
         sums, self.sums = self.sums, None

@@ -179,9 +179,11 @@ class Transport(Protocol):
         """
         ...
 
-    def exchanging(self, out: Tensor, link: Link, label: str) -> Shipment:
+    def exchanging(
+        self, out: Tensor, link: Link, label: str, held: Tensor | None = None
+    ) -> Shipment:
         """`room` uint8 [R · members, n]: rows i, i + members ... go to member i; `out` uint8
-        [members, R, n], contiguous: row i came from member i."""
+        [members, R, n], contiguous: row i came from member i. held: as in `gathering`."""
         ...
 
     def reserve(self, kind: Kind, link: Link, nbytes: int) -> None:
@@ -253,9 +255,12 @@ class Collectives:
             held = out[own::count] if out.shape[0] > count else out.narrow(0, own, 1)
         return _Gathering(self, held, out, link, label)
 
-    def exchanging(self, out: Tensor, link: Link, label: str) -> Shipment:
+    def exchanging(
+        self, out: Tensor, link: Link, label: str, held: Tensor | None = None
+    ) -> Shipment:
         count, rows, each = out.shape
-        return _Exchanging(self, out.new_empty(rows * count, each), out, link, label)
+        room = out.new_empty(rows * count, each) if held is None else held
+        return _Exchanging(self, room, out, link, label)
 
     def reserve(self, kind: Kind, link: Link, nbytes: int) -> None:
         """Nothing is kept between shipments."""

@@ -128,7 +128,6 @@ class Parted(nn.Module):
     before the first forward."""
 
     gives_token_scores = True
-    same_every_step = False  # a transfer between parts is part of every forward
     crossing: Crossing = staticmethod(lambda block, xs: xs)  # what follows each block
     lanes: tuple[Any, ...]
     exchanges: Exchanges | None

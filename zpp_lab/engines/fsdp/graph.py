@@ -41,6 +41,7 @@ from torch import Tensor
 
 from zpp_lab.codecs import Noise, noise_key
 from zpp_lab.collectives.context import Key
+from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.peer.slots import Ring
 from zpp_lab.collectives.peer.transport import PeerTransport
 from zpp_lab.collectives.plan import Bytes
@@ -108,7 +109,7 @@ class Step:
     sizes: list[int]  # how often each ring's buffers had been made
     made: Any  # what it returns
     grads: list[tuple[Any, Tensor | None]]  # of each of FSDP2's parameter objects
-    sent: Sequence[Bytes]  # of each unit
+    sent: Sequence[Bytes]  # by each of `ledgers`
     reduced: Sequence[list[tuple[str, ...]]]
     remembered: dict[Key, Tensor]  # error-feedback residuals that it writes
 
@@ -128,10 +129,18 @@ class StepGraph:
     """Captures and replays `run`, the gradients of a step, for one rank."""
 
     def __init__(
-        self, run: Run, wrapped: Wrapped, transport: Transport, wanted: bool | str, why_not: str
+        self,
+        run: Run,
+        wrapped: Wrapped,
+        transport: Transport,
+        wanted: bool | str,
+        why_not: str,
+        ledgers: Sequence[Ledger] = (),
     ) -> None:
-        """`wanted`: engine.graph; why_not: what stands against it on all ranks, if anything."""
+        """`wanted`: engine.graph; why_not: what stands against it on all ranks, if anything;
+        ledgers: of transfers that are no unit's."""
         self.run, self.wrapped, self.transport, self.wanted = run, wrapped, transport, wanted
+        self.more = tuple(ledgers)
         self.watchdog = transport.watchdog
         self.device = next(wrapped.model.parameters()).device
         self.on = bool(wanted) and not why_not
@@ -257,8 +266,8 @@ class StepGraph:
         """Capture a step; False where a rank could not, and steps stay eager."""
         self.drop()
         inputs = [tuple(t.to(self.device) for t in batch) for batch in batches]
-        clock, world = self.wrapped.clock, self.transport.cluster.world
-        words = Words(clock.seed, self.device, (self.micros or len(batches)) * 8 * (world + 2))
+        clock, world = self.wrapped.clock, dist.get_world_size()
+        words = Words(clock.seed, self.device, (self.micros or len(batches)) * 12 * (world + 2))
         idle = Idle(self.wrapped, self.transport)
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         transfers = self.watchdog.graphs(self.device)
@@ -300,7 +309,7 @@ class StepGraph:
             self._sizes(),
             made,
             [(p, p.sharded_param.grad) for p in objects],
-            [dict(unit.ledger.step) for unit in units],
+            [dict(ledger.step) for ledger in self.ledgers],
             [list(unit.present.taken) for unit in units],
             dict(self.wrapped.memories.new),
         )
@@ -341,12 +350,18 @@ class StepGraph:
         assert captured is not None
         for p, grad in captured.grads:
             p.sharded_param.grad = grad
-        units = zip(self.wrapped.installed, captured.sent, captured.reduced, strict=True)
-        for unit, sent, reduced in units:
-            unit.ledger.step, unit.present.taken = dict(sent), list(reduced)
+        for ledger, sent in zip(self.ledgers, captured.sent, strict=True):
+            ledger.step = dict(sent)
+        for unit, reduced in zip(self.wrapped.installed, captured.reduced, strict=True):
+            unit.present.taken = list(reduced)
         memories = self.wrapped.memories
         memories.new = dict(captured.remembered)
         memories.written = {(key, rank) for key in memories.new for rank in memories.ranks}
+
+    @property
+    def ledgers(self) -> list[Ledger]:
+        """Those that a step fills."""
+        return [*(unit.ledger for unit in self.wrapped.installed), *self.more]
 
     def _rings(self) -> dict[Any, Ring]:
         """Rings of peer memory."""
