@@ -13,7 +13,7 @@
 
 namespace zpp {
 
-constexpr int INNER = 3;  // levels whose 2^INNER loads are under way together
+constexpr int INNER = 4;  // levels whose 2^INNER loads are under way together
 
 ZPP_HD uint32_t left_after(uint32_t numel, int halvings) {
   return uint32_t((numel + (uint64_t(1) << halvings) - 1) >> halvings);
@@ -33,8 +33,9 @@ struct Squares {  // of the gradients; what is not there is 0
   T const* values;
   uint32_t count;
 
-  ZPP_HD double at(uint32_t i) const {
-    double const x = i < count ? double(value_of(values[i])) : 0.0;
+  ZPP_HD bool has(uint32_t i) const { return i < count; }
+  ZPP_HD double there(uint32_t i) const {
+    double const x = double(value_of(values[i]));
     return x * x;  // exact
   }
 };
@@ -42,19 +43,42 @@ struct Squares {  // of the gradients; what is not there is 0
 struct Sums {  // what the first kernel left
   double const* values;
 
-  ZPP_HD double at(uint32_t i) const { return values[i]; }
+  ZPP_HD bool has(uint32_t) const { return true; }
+  ZPP_HD double there(uint32_t i) const { return values[i]; }
 };
 
 // Element i of what LEVEL halvings leave of `numel` elements; 0 where `there` is false.
 template <int LEVEL, class From>
 ZPP_HD double small_tree(From const& from, uint32_t numel, uint32_t i, bool there) {
   if constexpr (LEVEL == 0) {
-    return there ? from.at(i) : 0.0;
+    return there && from.has(i) ? from.there(i) : 0.0;
   } else {
     uint32_t const other = i + left_after(numel, LEVEL);
     bool const too = there && other < left_after(numel, LEVEL - 1);
     double const left = small_tree<LEVEL - 1>(from, numel, i, there);
     return left + small_tree<LEVEL - 1>(from, numel, other, too);
+  }
+}
+
+// The same of a tree that misses nothing. Without branches all its loads are under way together.
+template <int LEVEL, class From>
+ZPP_HD double full_tree(From const& from, uint32_t numel, uint32_t i) {
+  if constexpr (LEVEL == 0) {
+    return from.there(i);
+  } else {
+    double const left = full_tree<LEVEL - 1>(from, numel, i);
+    return left + full_tree<LEVEL - 1>(from, numel, i + left_after(numel, LEVEL));
+  }
+}
+
+// Whether it misses nothing, which its last element tells.
+template <int LEVEL, class From>
+ZPP_HD bool is_full(From const& from, uint32_t numel, uint32_t i) {
+  if constexpr (LEVEL == 0) {
+    return from.has(i);
+  } else {
+    uint32_t const other = i + left_after(numel, LEVEL);
+    return other < left_after(numel, LEVEL - 1) && is_full<LEVEL - 1>(from, numel, other);
   }
 }
 
@@ -66,8 +90,10 @@ ZPP_HD double tree(From const& from, uint32_t numel, int levels, uint32_t i) {
     case 0: return small_tree<0>(from, numel, i, true);
     case 1: return small_tree<1>(from, numel, i, true);
     case 2: return small_tree<2>(from, numel, i, true);
+    case 3: return small_tree<3>(from, numel, i, true);
     default: break;
   }
+  static_assert(INNER == 4, "fewer levels have a case above");
   constexpr int MOST = 32 - INNER;
   double known[MOST], sum = 0.0;
   uint32_t const trees = 1u << (levels - INNER);
@@ -81,7 +107,8 @@ ZPP_HD double tree(From const& from, uint32_t numel, int levels, uint32_t i) {
       at += left_after(numel, level);
       there = there && at < left_after(numel, level - 1);
     }
-    sum = small_tree<INNER>(from, numel, at, there);
+    sum = there && is_full<INNER>(from, numel, at) ? full_tree<INNER>(from, numel, at)
+                                                   : small_tree<INNER>(from, numel, at, there);
     int done = 0;
     for (; t >> done & 1; ++done) sum = known[done] + sum;
     known[done] = sum;

@@ -32,7 +32,8 @@ class CollectiveError(RuntimeError):
 
 class GraphTransfers:
     """The transfers of a CUDA graph, each of which leaves the replay's number in pinned memory, so
-    that one that does not end can be named.
+    that one that does not end can be named. Marks have a stream of their own, so that nothing
+    waits for them.
 
     One serves all graphs under a watchdog. Its memory must not be freed while a capture is under
     way, on any thread: torch then marks the streams that used it, and would capture the mark.
@@ -45,18 +46,29 @@ class GraphTransfers:
         self.number = torch.zeros(1, dtype=torch.int32, device=device)
         self.seen = torch.zeros(self.MOST, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.replays = 0
+        self.lane = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self) -> None:
         """In a capture, before any transfer."""
         self.labels = []
         self.number.add_(1)
+        if self.lane is not None:
+            self.lane.wait_stream(torch.cuda.current_stream())
+
+    def end(self) -> None:
+        """In the capture, behind all transfers."""
+        if self.lane is not None:
+            torch.cuda.current_stream().wait_stream(self.lane)
 
     def mark(self, label: object) -> None:
         """In the capture, behind a transfer."""
         place = len(self.labels)
         if place < self.MOST:
             self.labels.append(label)
-            self.seen[place : place + 1].copy_(self.number, non_blocking=True)
+            if self.lane is not None:
+                self.lane.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.lane):  # None: on the CPU
+                self.seen[place : place + 1].copy_(self.number, non_blocking=True)
 
     def start(self, labels: list[object]) -> Replay:
         """A replay of the graph with these transfers is about to begin; the one before may not

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ class SquareSums:
         self.places = {p.name: (i, p.shard_numel) for i, p in enumerate(every)}
         self.sums = torch.zeros(len(every), dtype=torch.float64, device=device)
         self.known: frozenset[str] = frozenset()  # whose are there
+        self.indices: dict[tuple[int, ...], Tensor] = {}  # of places, on the device
 
     def start(self) -> None:
         """Begin a step."""
@@ -51,13 +51,19 @@ class SquareSums:
         self.sums.zero_()
 
     def take(self, grads: Mapping[str, Tensor]) -> None:
-        """Take these, neighbours in the plan by one call, on the current stream."""
+        """Take these by one call, on the current stream."""
+        if not grads:
+            return
         self.known = self.known.union(grads)
         placed = sorted((*self.places[name], name) for name in grads)
-        for _, run in groupby(enumerate(placed), lambda each: each[1][0] - each[0]):
-            places, numels, names = zip(*(each for _, each in run), strict=True)
-            found = _each([grads[name] for name in names], numels, 1)
-            self.sums[places[0] : places[-1] + 1] = found[:, 0]
+        places, numels, names = zip(*placed, strict=True)
+        found = _each([grads[name] for name in names], numels, 1)[:, 0]
+        if places[-1] - places[0] == len(places) - 1:
+            self.sums[places[0] : places[-1] + 1] = found
+            return
+        if places not in self.indices:  # a CUDA graph cannot bring it
+            self.indices[places] = torch.tensor(places, device=self.sums.device)
+        self.sums.index_copy_(0, self.indices[places], found)
 
     def of(self, names: Container[str]) -> Tensor:
         """Return those of these parameters, in plan order: fp64 [parameters]."""

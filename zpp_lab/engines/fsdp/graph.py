@@ -278,13 +278,14 @@ class StepGraph:
         try:
             stream, mode = torch.cuda.current_stream(), "thread_local"
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
+                transfers.begin()
                 try:
-                    transfers.begin()
                     with self.watchdog.watch("the ranks' meeting before a step", self.device):
                         self._rebase(meet=True)
                     made = self.run(step, inputs)
                 except BaseException as error:
                     failed = error
+                transfers.end()
             ended = True
         except RuntimeError as error:  # the capture could not end, mostly because of the first one
             failed = failed or error
