@@ -202,6 +202,8 @@ def test_tensor_parts_and_stages_have_baselines_of_their_own() -> None:
     assert beside(words, *parts[-2:]) == {
         "tp": "",
         "tp+async": "",
+        "tp+graph": "",
+        "tp+async+graph": "",
         "zero3": "",
         "acts8": "zero3",
     }

@@ -129,9 +129,11 @@ def compared(every: Sequence[Arm], overrides: Sequence[str]) -> list[Arm]:
     there = {(arm.maker, arm.config.engine.graph is True) for arm in every}
     cluster = every[0].config.cluster
     words = plain_words(cluster, gpus=every[0].config.engine.device != "cpu")
-    # FSDP2's users can have a graph, too: of the way that was fastest with one
-    if _graphs(every) and not cluster.split:
-        words += [words[min(1, len(words) - 1)] + GRAPH]
+    # FSDP2's users can have a graph, too: of the way that was fastest with one, and which that is
+    # of torch's tensor parallelism depends on how many tokens a GPU has
+    if _graphs(every):
+        fast = words if cluster.tp > 1 else words[:2][-1:]
+        words += [word + GRAPH for word in fast]
     plain = [w for w in words if (OWN[w][0], w.endswith(GRAPH)) not in there]
     found = [*arms(plain, overrides)] if plain else []
     usual = compose(merged(DEFAULTS, overrides, ["recipe=zero3"]))

@@ -36,10 +36,6 @@ ROWS = {
     "tensor parts add": "parts_s",
     "stages wait": "stages_s",
 }
-EXCHANGES = (
-    "Assuming that the host needs as long for an exchange of tensor parts as for a unit's gather, "
-    "which nobody has measured."
-)
 WHERE_ANY = "bus_s", "parts_s", "stages_s"  # rows of some runs alone
 POINTS = 24  # of a curve, evenly spread over the logarithm of the bandwidth
 
@@ -111,9 +107,7 @@ def graph_line(config: Config, machine: Machine, found: dict[str, StepTime]) -> 
         return "Without a CUDA graph: engine.device=cpu."
     if obstacle := Residence.of(config).obstacle:
         return f"Without a CUDA graph: {obstacle}."
-    if config.cluster.tp > 1:
-        return f"Without a CUDA graph: tensor parts exchange in every pass. {EXCHANGES}"
-    if config.cluster.split:
+    if config.cluster.pp > 1:
         return "Without a CUDA graph: stages exchange in every step."
     graph: bool | Literal["auto"] = False if replays(config) else "auto"
     other = times(replace(config, engine=replace(engine, graph=graph)), machine, speeds)

@@ -49,7 +49,7 @@ def replays(config: Config, own_loop: bool = True) -> bool:
     of FSDP2's own has one only where it is asked for."""
     engine = config.engine
     wanted = engine.graph is True or (engine.graph == "auto" and own_loop)
-    stays = not Residence.of(config).obstacle and not config.cluster.split
+    stays = not Residence.of(config).obstacle and config.cluster.pp == 1
     return wanted and engine.device != "cpu" and stays
 
 

@@ -297,8 +297,6 @@ def _show(
     console.print("GB: inside nodes + between nodes, all ranks, one step.", style="dim")
     if machine is not None:
         console.print(COSTS.format(link=links[0]))
-        if any(layout.cluster.tp > 1 for layout in found):
-            console.print(time_shown.EXCHANGES)
         if older := time_shown.host_lacks(machine):
             console.print(older)
     elif len(found) > 1:
