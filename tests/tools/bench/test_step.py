@@ -217,6 +217,9 @@ def test_tensor_parts_and_stages_have_baselines_of_their_own() -> None:
     for word, settings in (("fsdp2", parts), ("tp", one), ("tp", [*TINY, *pipe])):
         with pytest.raises(ValueError, match=r"cluster\.tp"):
             arms([word], settings)
+    for word in ("tp", "zero3"):
+        with pytest.raises(ValueError, match=r"model\.ffn"):
+            arms([word], [*parts, "model.ffn=515"])
     whole = arms(["whole: fsdp2 cluster.tp=1"], parts)[0]
     assert whole.config.cluster.readers == 2
 

@@ -73,6 +73,9 @@ class Arm:
 def arms(words: Sequence[str], overrides: Sequence[str]) -> list[Arm]:
     """Return the arms that `words` name, under the overrides. ValueError names what is wrong."""
     found = [_arm(word, overrides) for word in words]
+    for arm in found:
+        if arm.config.cluster.split:
+            _check_model(arm)
     names = [arm.name for arm in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -119,6 +122,18 @@ def _check_split(name: str, word: str, cluster: ClusterConfig) -> None:
             f"arm {name}: {word} does not split the model, but {cluster.split}: use tp, or add "
             f"cluster.tp=1 cluster.pp=1 as --arm '{word}: {word} cluster.tp=1 cluster.pp=1'"
         )
+
+
+def _check_model(arm: Arm) -> None:
+    """ValueError where the arm's model has no such parts or stages: before any rank starts."""
+    from zpp_lab.engines.build import model_of
+    from zpp_lab.tools.bench.step.engines import vocabulary
+
+    config = replace(arm.config, engine=replace(arm.config.engine, compile=False))
+    try:
+        model_of(config, vocabulary(config), "meta", 0)
+    except ValueError as error:
+        raise ValueError(f"arm {arm.name}: {error}") from None
 
 
 def compared(every: Sequence[Arm], overrides: Sequence[str]) -> list[Arm]:
