@@ -40,18 +40,16 @@ def test_the_measured_table_is_met_where_links_bound_the_step(tmp_path: Path) ->
     assert max(abs(float(r["error"])) for r in links) < 0.035
 
 
-@pytest.mark.parametrize("call", ["19", "21"])
-def test_steps_of_cuda_graphs_are_met(tmp_path: Path, call: str) -> None:
-    """Inside a host and at 25 Gb/s; the eager steps of a slower host are not."""
+@pytest.mark.parametrize(("call", "count", "most"), [("19", 3, 0.04), ("31", 15, 0.05)])
+def test_steps_of_cuda_graphs_are_met(tmp_path: Path, call: str, count: int, most: float) -> None:
+    """Inside a host and between nodes; the eager steps of a slower host are not."""
     check_cost, out = script("check_cost"), tmp_path / "check.csv"
     table = HERE / "calls" / call / "results.csv"
     assert check_cost.check([table], load_machine("h200"), [], out) == 0
     rows = list(csv.DictReader(out.open()))
-    replayed = [
-        r for r in rows if r["arm"] not in ("fsdp2", "zeropp_eager") and r["link_gbps"] != "50"
-    ]
-    assert len(replayed) == {"19": 3, "21": 4}[call]
-    assert max(abs(float(r["error"])) for r in replayed) < 0.04
+    replayed = [r for r in rows if r["arm"] not in ("fsdp2", "zeropp_eager")]
+    assert len(replayed) == count
+    assert max(abs(float(r["error"])) for r in replayed) < most
 
 
 def test_leads_over_the_twin_by_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
