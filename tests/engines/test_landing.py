@@ -218,3 +218,6 @@ def test_sums_are_those_of_one_call_whatever_is_taken_together() -> None:
         assert sums.known == set("".join(calls))
         own = {n: grads[n] for n in sums.known}
         assert torch.equal(sums.total(), squares(own, plan, CPU))
+    beside = SquareSums(plan, lengths, torch.device("meta"))  # gradients lie in host memory
+    for together in ("ab", "fa"):  # neighbours in the plan, and others
+        beside.take({n: grads[n] for n in together})

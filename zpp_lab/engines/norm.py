@@ -51,7 +51,7 @@ class SquareSums:
         self.sums.zero_()
 
     def take(self, grads: Mapping[str, Tensor]) -> None:
-        """Take these by one call, on the current stream."""
+        """Take these by one call, on the current stream, wherever they lie."""
         if not grads:
             return
         self.known = self.known.union(grads)
@@ -63,7 +63,7 @@ class SquareSums:
             return
         if places not in self.indices:  # a CUDA graph cannot bring it
             self.indices[places] = torch.tensor(places, device=self.sums.device)
-        self.sums.index_copy_(0, self.indices[places], found)
+        self.sums.index_copy_(0, self.indices[places], found.to(self.sums.device))
 
     def of(self, names: Container[str]) -> Tensor:
         """Return those of these parameters, in plan order: fp64 [parameters]."""
