@@ -34,7 +34,7 @@ from zpp_lab.collectives.traffic import Leg, Traffic
 from zpp_lab.config.wires import ACTS_BACKWARD, ACTS_FORWARD, TP_RAW, Wire
 
 if TYPE_CHECKING:  # plans import no process groups
-    from zpp_lab.collectives.transport import Transport
+    from zpp_lab.collectives.transport import Collectives
 
 FP32 = 4
 LOSS = 3  # numbers a token: largest logit, sum of exponentials, the target's logit
@@ -156,7 +156,7 @@ class Parts(ActsEncoder):
     plan: PartsPlan
 
     def __init__(
-        self, plan: PartsPlan, clock: Clock, ledger: Ledger, transport: Transport | None = None
+        self, plan: PartsPlan, clock: Clock, ledger: Ledger, transport: Collectives | None = None
     ) -> None:
         super().__init__(plan, clock, ledger)
         self.transport = transport

@@ -179,11 +179,9 @@ class Transport(Protocol):
         """
         ...
 
-    def exchanging(
-        self, out: Tensor, link: Link, label: str, held: Tensor | None = None
-    ) -> Shipment:
+    def exchanging(self, out: Tensor, link: Link, label: str) -> Shipment:
         """`room` uint8 [R · members, n]: rows i, i + members ... go to member i; `out` uint8
-        [members, R, n], contiguous: row i came from member i. held: as in `gathering`."""
+        [members, R, n], contiguous: row i came from member i."""
         ...
 
     def reserve(self, kind: Kind, link: Link, nbytes: int) -> None:
@@ -258,6 +256,7 @@ class Collectives:
     def exchanging(
         self, out: Tensor, link: Link, label: str, held: Tensor | None = None
     ) -> Shipment:
+        """held: as in `gathering`."""
         count, rows, each = out.shape
         room = out.new_empty(rows * count, each) if held is None else held
         return _Exchanging(self, room, out, link, label)

@@ -32,8 +32,8 @@ class CollectiveError(RuntimeError):
 
 class GraphTransfers:
     """The transfers of a CUDA graph, each of which leaves the replay's number in pinned memory, so
-    that one that does not end can be named. Marks have a stream of their own, so that nothing
-    waits for them.
+    that one that does not end can be named. Marks have a stream of their own, for which the
+    graph's end alone waits.
 
     One serves all graphs under a watchdog. Its memory must not be freed while a capture is under
     way, on any thread: torch then marks the streams that used it, and would capture the mark.

@@ -41,13 +41,11 @@ class PeerTransport:
         shape = (out.shape[0] // len(self.links[link]), 1, out.shape[1])
         return _Copies(self, "gather", link, label, out, shape, held)
 
-    def exchanging(
-        self, out: Tensor, link: Link, label: str, held: Tensor | None = None
-    ) -> Shipment:
+    def exchanging(self, out: Tensor, link: Link, label: str) -> Shipment:
         if not self._suits(link, out.numel()):
-            return self.groups.exchanging(out, link, label, held)
+            return self.groups.exchanging(out, link, label)
         shape = (out.shape[1], out.shape[0], out.shape[2])
-        return _Copies(self, "exchange", link, label, out, shape, held)
+        return _Copies(self, "exchange", link, label, out, shape, None)
 
     def reserve(self, kind: Kind, link: Link, nbytes: int) -> None:
         if link in self.links and len(self.links[link]) > 1:
