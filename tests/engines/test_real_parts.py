@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +25,13 @@ from tests.engines.cells_world import (
 from tests.engines.fake_graph import faked
 from tests.engines.fsdp_world import run_world
 from tests.engines.test_stages import Shape
+from zpp_lab.codecs import RawCodec
+from zpp_lab.collectives.acts import Parts
+from zpp_lab.collectives.context import Clock
+from zpp_lab.collectives.ledger import Ledger
+from zpp_lab.collectives.transport import ProcessGroups
+from zpp_lab.config.cluster import ClusterConfig
+from zpp_lab.config.wires import ACTS_FORWARD
 
 FAST: dict[Shape, tuple[str, ...]] = {
     (1, 4, 2, 1): ("mixed", "qwen2"),
@@ -50,6 +59,31 @@ def test_all_recipes_with_real_parts(shape: Shape) -> None:
     cases = both_dtypes(case for case in cases if not alone or case not in weights)
     said = compared(shape, cases)
     assert said == dict.fromkeys(cases, "")
+
+
+def raw_slices() -> list[str]:
+    """Sizes and dtypes at which real parts exchange other values than parts of one process."""
+    groups, bad = ProcessGroups(ClusterConfig(1, 2)), []
+    dtypes = torch.float32, torch.bfloat16
+    for rows, own, sent, plain in product((1, 3, 4), dtypes, dtypes, (False, True)):
+        recipe = SimpleNamespace(acts_codec=lambda _, sent=sent: RawCodec(sent))
+        plan: Any = SimpleNamespace(tp=2, recipe=recipe)
+        both = [Parts(plan, Clock(0), Ledger(), transport) for transport in (groups, None)]
+        for parts in both:
+            parts.plain = plain
+        made = torch.Generator().manual_seed(rows)
+        for kind, each in (("gather", rows), ("scatter", 2 * rows)):
+            xs = [torch.randn(each, 6, generator=made).to(own) for _ in range(2)]
+            (found,) = getattr(both[0], kind)(ACTS_FORWARD, "x", [xs[groups.rank]])
+            wanted = getattr(both[1], kind)(ACTS_FORWARD, "x", xs)[groups.rank]
+            if found.dtype != wanted.dtype or not torch.equal(found, wanted):
+                bad.append(f"{kind} {rows} {own} {sent} {plain}")
+    return bad
+
+
+def test_raw_slices_of_all_sizes_arrive() -> None:
+    """Whether they travel from where they lie, or as payloads filled up to 16 bytes."""
+    assert run_world(2, raw_slices) == []
 
 
 def from_fake_graphs(shape: Shape, cases: list[str]) -> dict[str, str]:
