@@ -166,18 +166,18 @@ class Parts(ActsEncoder):
         """Gather slices [n, dim] of tokens: all tokens [tp · n, dim], for each of these parts."""
         tp, layout = self.tp, self.layout(wire, place, xs[0].numel(), xs[0].dtype)
         outs = [x.new_empty(tp * x.shape[0], *x.shape[1:]) for x in xs]
-        held = self._held(layout, xs[0], 1)
-        if held is not None:
-            payload = outs[0].view(tp, -1).view(torch.uint8)
-        else:
+        held, leg = self._held(layout, xs[0], 1), None
+        if held is None:
             payload = xs[0].new_empty(tp, layout.nbytes, dtype=torch.uint8)
-        leg = None
+        else:
+            payload = outs[0].view(tp, -1).view(torch.uint8)
         if self.transport is not None:
             what = f"{wire} of {place} (tensor parts)"
             leg = self.transport.gathering(payload, "world", what, held)
-        for part, x in zip(self.own, xs, strict=True) if held is None else ():
-            room = payload[part : part + 1] if leg is None else leg.room
-            self.encode(layout, x, wire, part, (part,), room)
+        if held is None:
+            for part, x in zip(self.own, xs, strict=True):
+                room = payload[part : part + 1] if leg is None else leg.room
+                self.encode(layout, x, wire, part, (part,), room)
         self._count(wire, leg.send() if leg else None, layout.nbytes)
         if held is None:
             kernels.decode(layout, payload, outs[:1])
@@ -195,9 +195,10 @@ class Parts(ActsEncoder):
         if self.transport is not None:
             what = f"{wire} of {place} (tensor parts)"
             leg = self.transport.exchanging(payloads, "world", what, held)
-        for part, x in zip(self.own, xs, strict=True) if held is None else ():
-            room = payloads[part] if leg is None else leg.room
-            self.encode(layout, x, wire, part, tuple(range(tp)), room)
+        if held is None:
+            for part, x in zip(self.own, xs, strict=True):
+                room = payloads[part] if leg is None else leg.room
+                self.encode(layout, x, wire, part, tuple(range(tp)), room)
         self._count(wire, leg.send() if leg else None, layout.nbytes)
         outs = []
         for i, x in enumerate(xs):

@@ -166,8 +166,8 @@ class FsdpEngine(Engine):
             self.stages = OwnStages(model, plan, config, self.wrapped)
         static = bool(getattr(model, "same_every_step", False))
         graph = config.engine.graph, obstacle(device, self.residence, static)
-        ledgers = [self.parts.ledger] if self.parts is not None else []
-        self.graph = StepGraph(self._passes, self.wrapped, self.transport, *graph, ledgers)
+        ledger = self.parts.ledger if self.parts is not None else None
+        self.graph = StepGraph(self._passes, self.wrapped, self.transport, *graph, ledger)
         self.launched: Launched | None = None  # the next step, if it is under way
         self.built = building.seconds
 

@@ -135,12 +135,12 @@ class StepGraph:
         transport: Transport,
         wanted: bool | str,
         why_not: str,
-        ledgers: Sequence[Ledger] = (),
+        ledger: Ledger | None = None,
     ) -> None:
         """`wanted`: engine.graph; why_not: what stands against it on all ranks, if anything;
-        ledgers: of transfers that are no unit's."""
+        ledger: of transfers that are no unit's."""
         self.run, self.wrapped, self.transport, self.wanted = run, wrapped, transport, wanted
-        self.more = tuple(ledgers)
+        self.ledger = ledger
         self.watchdog = transport.watchdog
         self.device = next(wrapped.model.parameters()).device
         self.on = bool(wanted) and not why_not
@@ -267,7 +267,7 @@ class StepGraph:
         self.drop()
         inputs = [tuple(t.to(self.device) for t in batch) for batch in batches]
         clock, world = self.wrapped.clock, dist.get_world_size()
-        words = Words(clock.seed, self.device, (self.micros or len(batches)) * 12 * (world + 2))
+        words = Words(clock.seed, self.device, (self.micros or len(batches)) * 8 * (world + 2))
         idle = Idle(self.wrapped, self.transport)
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         transfers = self.watchdog.graphs(self.device)
@@ -362,7 +362,8 @@ class StepGraph:
     @property
     def ledgers(self) -> list[Ledger]:
         """Those that a step fills."""
-        return [*(unit.ledger for unit in self.wrapped.installed), *self.more]
+        own = [self.ledger] if self.ledger is not None else []
+        return [*(unit.ledger for unit in self.wrapped.installed), *own]
 
     def _rings(self) -> dict[Any, Ring]:
         """Rings of peer memory."""
