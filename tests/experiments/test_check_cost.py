@@ -40,7 +40,7 @@ def test_the_measured_table_is_met_where_links_bound_the_step(tmp_path: Path) ->
     assert max(abs(float(r["error"])) for r in links) < 0.035
 
 
-@pytest.mark.parametrize(("call", "count", "most"), [("19", 3, 0.04), ("31", 15, 0.05)])
+@pytest.mark.parametrize(("call", "count", "most"), [("19", 3, 0.04), ("31", 15, 0.045)])
 def test_steps_of_cuda_graphs_are_met(tmp_path: Path, call: str, count: int, most: float) -> None:
     """Inside a host and between nodes; the eager steps of a slower host are not."""
     check_cost, out = script("check_cost"), tmp_path / "check.csv"
