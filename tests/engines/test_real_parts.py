@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from tests.engines.cells_world import (
@@ -17,8 +19,10 @@ from tests.engines.cells_world import (
     both_dtypes,
     compare,
     compared,
+    own_state,
     real,
     replayed,
+    same_bits,
     size,
     steps,
 )
@@ -32,6 +36,8 @@ from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.transport import ProcessGroups
 from zpp_lab.config.cluster import ClusterConfig
 from zpp_lab.config.wires import ACTS_FORWARD
+from zpp_lab.runs.checkpoint.read import Saved
+from zpp_lab.runs.checkpoint.write import Checkpoints
 
 FAST: dict[Shape, tuple[str, ...]] = {
     (1, 4, 2, 1): ("mixed", "qwen2"),
@@ -103,6 +109,26 @@ def from_fake_graphs(shape: Shape, cases: list[str]) -> dict[str, str]:
 def test_steps_from_a_graph_equal_eager_ones(shape: Shape, cases: list[str]) -> None:
     """Around telemetry, and where each step's batches come a step ahead."""
     assert run_world(size(shape), from_fake_graphs, shape, cases) == dict.fromkeys(cases, "")
+
+
+def resumed_between_replays(folder: str) -> list[Any]:
+    """Whether steps, weights and moments are those of the run that went on, and both replayed."""
+    torch.use_deterministic_algorithms(True)
+    with faked():
+        first, other = (real("drawn", (1, 2, 2, 1), graph="auto") for _ in range(2))
+        steps(first, 0, 5)
+        store = Checkpoints(Path(folder), 1, shared=True)
+        store.save(5, first.state_dict())
+        store.wait()
+        dist.barrier()
+        done, step = steps(first, 5, 10), other.load_checkpoint(Saved(store.path(5)))
+        again, (a, b) = steps(other, step, 10), (own_state(first), own_state(other))
+        same = done == again and all(same_bits(value, b[name]) for name, value in a.items())
+        return [same, step, min(first.graph.replays - 3, other.graph.replays) > 0]
+
+
+def test_parts_resume_between_replays(tmp_path: Path) -> None:
+    assert run_world(2, resumed_between_replays, str(tmp_path)) == [True, 5, True]
 
 
 def graphs_of_regions() -> dict[str, Any]:
